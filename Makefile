@@ -1,0 +1,104 @@
+# Everything runs in .venv, which these rules create and keep up to date. A rule installs only when
+# its stamp file in .venv is older than what it depends on, so a second run installs nothing.
+#
+#   make test PYTHON=python3.12          another interpreter
+#   make test ARGS="-k softmax -x"       arguments for pytest, or for the demo
+#   make test PIP_QUIET=                 all that pip has to say
+
+PYTHON ?= python3
+PIP_QUIET ?= -qq
+ARGS ?=
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP_INSTALL = $(PY) -m pip install $(PIP_QUIET) --constraint constraints.txt --no-build-isolation
+SAY := @echo "==>"
+
+# Extras of pyproject.toml behind each stamp.
+EXTRAS_demo := ogb,viz
+EXTRAS_dev := ogb,viz,dev
+EXTRAS_docs := docs
+
+export PIP_NO_INPUT := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_ROOT_USER_ACTION := ignore
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help demo test lint format docs setup clean always
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/installed-demo ## Train a graph transformer on a citation graph (about 3 minutes)
+	$(SAY) "Training on ogbn-arxiv, or on its synthetic stand-in: about 3 minutes on two cores."
+	@$(PY) examples/ogbn_arxiv.py --demo $(ARGS)
+
+test: $(VENV)/installed-scatter ## Run all tests with coverage (up to 10 minutes)
+	$(SAY) "Running the tests with coverage: up to 10 minutes on two cores."
+	@$(PY) -m pytest --cov $(ARGS)
+
+lint: $(VENV)/installed-dev ## Check style and types: ruff, mypy
+	$(SAY) "Checking style and types: under a minute."
+	@$(PY) -m ruff check
+	@$(PY) -m ruff format --check
+	@$(PY) -m mypy
+
+format: $(VENV)/installed-dev ## Format the code and apply safe fixes
+	@$(PY) -m ruff check --fix
+	@$(PY) -m ruff format
+
+docs: $(VENV)/installed-docs ## Build the documentation into site/
+	$(SAY) "Building the documentation: under a minute."
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
+setup: $(VENV)/installed-scatter $(VENV)/installed-docs ## Install all that development needs, torch-scatter included
+
+clean: ## Remove caches and build outputs (keeps .venv, datasets and runs)
+	@rm -rf build dist site *.egg-info htmlcov .coverage .coverage.* coverage.xml \
+	    .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find graphattn tests examples datasets -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+# The environment. Made again when it is missing or broken, or when the interpreter or this folder
+# is another one than it was made for. pip comes from the interpreter: Debian's has no ensurepip.
+BASE_PYTHON = $$($(PYTHON) -c 'import sys; print(getattr(sys, "_base_executable", sys.executable))')
+IDENTITY = $$($(PYTHON) -c 'import sys; print(*sys.version_info[:2], sys.base_prefix)') in $(CURDIR)
+
+$(VENV)/created: always
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "The pinned versions need Python 3.11 or newer; name one: make PYTHON=python3.11" >&2; exit 1; }
+	@identity="$(IDENTITY)"; \
+	if [ "$$(cat $@ 2>/dev/null)" = "$$identity" ] && $(PY) -c '' 2>/dev/null; then exit 0; fi; \
+	base="$(BASE_PYTHON)"; \
+	"$$base" -m pip --version >/dev/null 2>&1 || { \
+	    echo "$$base has no pip. On Debian: apt install python3-pip" >&2; exit 1; }; \
+	echo "==> Creating $(VENV) with $$("$$base" --version): a few seconds."; \
+	rm -rf $(VENV) && "$$base" -m venv --without-pip $(VENV) && \
+	"$$base" -m pip --python $(PY) install $(PIP_QUIET) --constraint constraints.txt pip setuptools && \
+	echo "$$identity" > $@
+
+$(VENV)/installed-%: $(VENV)/created pyproject.toml constraints.txt
+	$(SAY) "Installing graphattn[$(EXTRAS_$*)] at the pinned versions: 1 to 5 minutes the first time (torch is large)."
+	@$(PIP_INSTALL) --editable '.[$(EXTRAS_$*)]'
+	@touch $@
+
+# torch-scatter is compiled against the installed torch, so a new torch means a new build. The wheel
+# is kept in a pip cache of its own for each torch version; extensions are compiled two at a time.
+$(VENV)/compiler: $(VENV)/created
+	@$(PY) -c 'import os, sysconfig; open(os.path.join(sysconfig.get_path("include"), "Python.h"))' 2>/dev/null || { \
+	    echo "torch-scatter cannot be compiled: Python.h is missing. On Debian: apt install python3-dev" >&2; exit 1; }
+	@command -v $${CXX:-g++} >/dev/null || { \
+	    echo "torch-scatter cannot be compiled: $${CXX:-g++} is missing. On Debian: apt install g++" >&2; exit 1; }
+	@touch $@
+
+$(VENV)/installed-scatter: $(VENV)/compiler $(VENV)/installed-dev
+	@torch="$$($(PY) -c 'import torch; print(torch.__version__)')"; \
+	wanted="$$(grep '^torch-scatter==' constraints.txt) for torch $$torch"; \
+	if [ "$$(cat $@ 2>/dev/null)" = "$$wanted" ]; then touch $@; exit 0; fi; \
+	echo "==> Installing $$wanted: 3 to 6 minutes to compile, once for each version of torch."; \
+	printf '[build_ext]\nparallel = 2\n' > $(VENV)/build.cfg; \
+	cache="$$($(PY) -m pip cache dir 2>/dev/null || echo $(VENV)/cache)"; \
+	DIST_EXTRA_CONFIG="$(CURDIR)/$(VENV)/build.cfg" $(PIP_INSTALL) --no-deps --force-reinstall \
+	    --cache-dir "$$cache/torch-$$torch" torch-scatter && \
+	echo "$$wanted" > $@

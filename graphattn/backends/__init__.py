@@ -1,0 +1,62 @@
+"""Which backend there is, what it supports, and every reason why not.
+
+Adding one: write its module, name it in ``NAMES`` with a line in :func:`missing` and
+:func:`unsupported`, call it from :mod:`graphattn.functional`, and the tests of the contract run on
+it.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+
+__all__ = ["NAMES", "choose", "missing", "unsupported"]
+
+NAMES = ("eager", "scatter")
+
+
+def missing(backend: str) -> str | None:
+    """Why ``backend`` cannot be used in this installation at all; ``None`` when it can."""
+    if backend == "scatter":
+        try:
+            importlib.import_module("torch_scatter")
+        except ImportError as error:
+            if isinstance(error, ModuleNotFoundError) and error.name == "torch_scatter":
+                return (
+                    "torch_scatter is not installed: pip install --no-build-isolation torch-scatter"
+                )
+            return f"torch_scatter cannot be imported: {error}"
+        except OSError as error:  # built for another torch
+            return f"torch_scatter does not match this torch: {error}"
+    return None
+
+
+def unsupported(backend: str, device: torch.device) -> list[str]:
+    """Every reason why ``backend`` cannot run a call on ``device``; empty when it can."""
+    reason = missing(backend)
+    if reason is not None:
+        return [reason]
+    if backend == "scatter" and device.type not in ("cpu", "cuda"):
+        return [f"torch_scatter has no kernels for device {device.type!r}"]
+    return []
+
+
+def choose(backend: str, device: torch.device, *, function: str) -> str:
+    """The backend that runs a call: ``"auto"`` may choose, any other name runs or raises.
+
+    Raises:
+        ValueError: The name is unknown, or the backend cannot run this call; with every reason.
+    """
+    if backend == "auto":
+        return "eager"
+    if backend not in NAMES:
+        known = ", ".join(repr(name) for name in ("auto", *NAMES))
+        raise ValueError(f"{function}: unknown backend {backend!r}. Use one of {known}.")
+    reasons = unsupported(backend, device)
+    if reasons:
+        raise ValueError(
+            f"{function}: backend={backend!r} cannot run this call: {'; '.join(reasons)}. Use "
+            "backend='eager' or 'auto'."
+        )
+    return backend

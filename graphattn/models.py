@@ -1,0 +1,353 @@
+"""Models for whole tasks, as thin stacks of the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch_geometric.nn import BatchNorm, global_mean_pool
+
+from graphattn.graph import Graph
+from graphattn.nn import GraphAttentionConv, GraphTransformerLayer
+
+__all__ = ["GraphTransformer", "mask_labels"]
+
+_DEGREE_BINS = 32
+_NORMS: dict[str | None, Callable[[int], nn.Module]] = {
+    "layer": nn.LayerNorm,
+    "batch": lambda channels: BatchNorm(channels, allow_single_element=True),
+    None: lambda channels: nn.Identity(),
+}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "elu": F.elu}
+
+
+class GraphTransformer(nn.Module):
+    r"""A graph transformer for targets on nodes, edges or graphs.
+
+    Inputs are projected and summed, pass through the layers, and a head makes the output:
+
+    .. math:: h^{(0)} = W x + E_{\mathrm{label}} + E_{\mathrm{degree}} + P p, \qquad
+        h^{(l)} = \mathrm{layer}_l(h^{(l-1)}, \text{edges}), \qquad y = \mathrm{head}(h^{(L)})
+
+    with only those terms that are asked for. Layers are of one of two kinds. Without
+    ``feedforward``, each is attention, normalisation and activation, as in UniMP
+    (https://arxiv.org/abs/2009.03509), which also takes known labels as inputs (see
+    :func:`mask_labels`). With ``feedforward``, each is a pre-norm Transformer block
+    (https://arxiv.org/abs/2002.04745).
+
+    Args:
+        in_channels: Size of node features; 0 when nodes have none.
+        hidden_channels: Width of the layers; a multiple of ``heads``.
+        out_channels: Number of outputs: classes, or regression targets.
+        num_layers: Number of layers, an attention head included.
+        heads: Number of attention heads.
+        feedforward: Width of the feed-forward networks of Transformer blocks; ``None`` for
+            attention layers.
+        target: What an output belongs to: ``"node"``, ``"edge"`` or ``"graph"``.
+        head: ``"linear"``, or ``"attention"``: the last attention layer itself gives the outputs,
+            its heads averaged, as in GAT and UniMP (node targets and attention layers only).
+        label_classes: Take known labels as inputs, of this many classes; 0 for none.
+        degree_encoding: Add an embedding of each node's in-degree, by powers of two.
+        encoding_channels: Size of the positional encodings given to ``forward``; 0 for none.
+        input_projection: Project the features first. ``False`` lets the first attention layer read
+            them as they are; it needs features, no other input, and attention layers.
+        edge_dim: Size of edge features; ``None`` for none.
+        root_weight: Skip connection of attention layers. Transformer blocks always have theirs.
+        beta: Gate that skip connection.
+        norm: Normalisation after each attention layer: ``"layer"``, ``"batch"`` or ``None``.
+            Transformer blocks always use layer normalisation.
+        activation: ``"relu"``, ``"gelu"`` or ``"elu"``.
+        dropout: Probability of dropping features, before each layer and before the head, in
+            training.
+        attention_dropout: Probability of dropping attention weights, in training.
+        backend: As in :func:`graphattn.graph_attention`.
+
+    Raises:
+        ValueError: A number is out of range, a name is unknown, or options exclude each other.
+
+    >>> model = GraphTransformer(8, 16, out_channels=3, num_layers=2, heads=4)
+    >>> model(torch.randn(5, 8), torch.tensor([[0, 1, 2], [1, 2, 4]])).shape
+    torch.Size([5, 3])
+
+    Graph classification with Transformer blocks:
+
+    >>> model = GraphTransformer(8, 16, 2, num_layers=2, heads=4, feedforward=32, target="graph")
+    >>> batch = torch.tensor([0, 0, 0, 1, 1])
+    >>> model(torch.randn(5, 8), torch.tensor([[0, 3], [1, 4]]), batch=batch).shape
+    torch.Size([2, 2])
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        hidden_channels: int,
+        out_channels: int,
+        num_layers: int = 3,
+        heads: int = 4,
+        *,
+        feedforward: int | None = None,
+        target: str = "node",
+        head: str = "linear",
+        label_classes: int = 0,
+        degree_encoding: bool = False,
+        encoding_channels: int = 0,
+        input_projection: bool = True,
+        edge_dim: int | None = None,
+        root_weight: bool = True,
+        beta: bool = False,
+        norm: str | None = "layer",
+        activation: str = "relu",
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        _check_choice("target", target, ("node", "edge", "graph"))
+        _check_choice("head", head, ("linear", "attention"))
+        _check_choice("norm", norm, tuple(_NORMS))
+        _check_choice("activation", activation, tuple(_ACTIVATIONS))
+        if num_layers < 1 or heads < 1 or hidden_channels % heads != 0:
+            raise ValueError(
+                "GraphTransformer: expected num_layers >= 1 and hidden_channels divisible by "
+                "heads, got "
+                f"num_layers={num_layers}, hidden_channels={hidden_channels}, heads={heads}."
+            )
+        more_inputs = bool(label_classes or degree_encoding or encoding_channels)
+        if in_channels == 0 and not more_inputs:
+            raise ValueError(
+                "GraphTransformer: there is no input: in_channels is 0 and neither labels, degrees "
+                "nor "
+                "positional encodings are asked for."
+            )
+        if not input_projection and (in_channels == 0 or more_inputs or feedforward is not None):
+            raise ValueError(
+                "GraphTransformer: input_projection=False needs features, attention layers (no "
+                "feedforward) and no label, degree or positional inputs."
+            )
+        if head == "attention" and (target != "node" or feedforward is not None):
+            raise ValueError(
+                "GraphTransformer: head='attention' needs target='node' and attention layers (no "
+                f"feedforward), got target={target!r}, feedforward={feedforward}."
+            )
+        self.in_channels = in_channels
+        self.label_classes = label_classes
+        self.encoding_channels = encoding_channels
+        self.target = target
+        self.dropout = dropout
+        self.activation = _ACTIVATIONS[activation]
+
+        hidden = hidden_channels
+        self.lin_in = nn.Linear(in_channels, hidden) if in_channels and input_projection else None
+        self.label_embedding = (
+            nn.Embedding(label_classes + 1, hidden, padding_idx=0) if label_classes else None
+        )
+        self.degree_embedding = nn.Embedding(_DEGREE_BINS, hidden) if degree_encoding else None
+        self.lin_encoding = (
+            nn.Linear(encoding_channels, hidden, bias=False) if encoding_channels else None
+        )
+        self.layers = nn.ModuleList()
+        self.norms = nn.ModuleList()
+        for index in range(num_layers):
+            if feedforward is not None:
+                layer = GraphTransformerLayer(
+                    hidden,
+                    heads,
+                    feedforward,
+                    dropout,
+                    self.activation,
+                    norm_first=True,
+                    attention_dropout=attention_dropout,
+                    edge_dim=edge_dim,
+                    backend=backend,
+                )
+                self.layers.append(layer)
+                continue
+            gives_output = head == "attention" and index == num_layers - 1
+            conv = GraphAttentionConv(
+                hidden if index > 0 or input_projection else in_channels,
+                out_channels if gives_output else hidden // heads,
+                heads,
+                concat=not gives_output,
+                beta=beta,
+                dropout=attention_dropout,
+                edge_dim=edge_dim,
+                root_weight=root_weight,
+                backend=backend,
+            )
+            self.layers.append(conv)
+            if not gives_output:
+                self.norms.append(_NORMS[norm](hidden))
+        self.final_norm = nn.LayerNorm(hidden) if feedforward is not None else None
+        self.head: nn.Module | None = None
+        if target == "edge":
+            self.head = nn.Sequential(
+                nn.Linear(2 * hidden, hidden), nn.ReLU(), nn.Linear(hidden, out_channels)
+            )
+        elif head == "linear":
+            self.head = nn.Linear(hidden, out_channels)
+
+    def reset_parameters(self) -> None:
+        """Draws all parameters anew."""
+        for child in self.modules():
+            reset = getattr(child, "reset_parameters", None)
+            if child is not self and callable(reset):
+                reset()
+
+    def forward(
+        self,
+        x: Tensor | None,
+        graph: Graph | Tensor,
+        *,
+        edge_attr: Tensor | None = None,
+        labels: Tensor | None = None,
+        encoding: Tensor | None = None,
+        batch: Tensor | None = None,
+        batch_size: int | None = None,
+        edge_label_index: Tensor | None = None,
+        return_attention_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, list[Tensor]]:
+        """Runs the model.
+
+        Args:
+            x: ``[N, in_channels]``, or ``None`` when nodes have no features.
+            graph: :class:`~graphattn.Graph` or ``edge_index [2, E]``.
+            edge_attr: ``[E, edge_dim]``.
+            labels: ``[N]`` int64, the known label of each node and -1 where it is not known.
+            encoding: ``[N, encoding_channels]``, positional encodings.
+            batch: ``[N]`` int64, the graph that each node belongs to; needed for
+                ``target="graph"``.
+            batch_size: Number of graphs. Default ``batch.max() + 1``; give it when the last ones
+                have no nodes.
+            edge_label_index: ``[2, L]``, the pairs of nodes to predict; needed for
+                ``target="edge"``.
+            return_attention_weights: Also return the weights ``[E, heads]`` of each layer, before
+                dropout, in the caller's edge order.
+
+        Returns:
+            ``[N, out_channels]`` for nodes, ``[L, out_channels]`` for edges, ``[B, out_channels]``
+            for graphs; or a pair with the list of weights.
+
+        Raises:
+            ValueError: An input that the model was built for is missing, or one that it was not is
+                given.
+        """
+        for name, given, expected in (
+            ("x", x, self.in_channels > 0),
+            ("labels", labels, self.label_classes > 0),
+            ("encoding", encoding, self.encoding_channels > 0),
+            ("batch", batch, self.target == "graph"),
+            ("edge_label_index", edge_label_index, self.target == "edge"),
+        ):
+            if expected and given is None:
+                raise ValueError(
+                    f"GraphTransformer: {name} is missing; the model was built for it."
+                )
+            # A batch vector is at hand wherever graphs are batched, and does no harm.
+            if not expected and given is not None and name != "batch":
+                raise ValueError(
+                    f"GraphTransformer: {name} is given, but the model was built without it."
+                )
+        graph = self._graph(graph, x, labels, encoding, batch)
+        h = self._inputs(x, graph, labels, encoding)
+        weights: list[Tensor] = []
+        for index, layer in enumerate(self.layers):
+            if self.final_norm is None:
+                h = F.dropout(h, self.dropout, self.training)
+            out = layer(
+                h, graph, edge_attr=edge_attr, return_attention_weights=return_attention_weights
+            )
+            if return_attention_weights:
+                out, alpha = out
+                weights.append(alpha[1] if isinstance(alpha, tuple) else alpha)
+            h = self.activation(self.norms[index](out)) if index < len(self.norms) else out
+        if self.final_norm is not None:
+            h = self.final_norm(h)
+        out = self._head(h, batch, batch_size, edge_label_index)
+        return (out, weights) if return_attention_weights else out
+
+    def _graph(self, graph: Graph | Tensor, *per_node: Tensor | None) -> Graph:
+        if isinstance(graph, Graph):
+            return graph
+        num_nodes = next((rows.size(0) for rows in per_node if rows is not None), None)
+        if num_nodes is None:
+            raise ValueError(
+                "GraphTransformer: nothing tells the number of nodes. Give a Graph instead of an "
+                "edge_index."
+            )
+        return Graph.of(graph, num_nodes)
+
+    def _inputs(
+        self, x: Tensor | None, graph: Graph, labels: Tensor | None, encoding: Tensor | None
+    ) -> Tensor:
+        terms = []
+        if x is not None:
+            terms.append(x)
+            if self.lin_in is not None:
+                terms = [self.lin_in(F.dropout(x, self.dropout, self.training))]
+        if self.label_embedding is not None and labels is not None:
+            terms.append(self.label_embedding(labels + 1))
+        if self.degree_embedding is not None:
+            bins = torch.log2(graph.in_degree().float() + 1).long()
+            terms.append(self.degree_embedding(bins.clamp(max=_DEGREE_BINS - 1)))
+        if self.lin_encoding is not None and encoding is not None:
+            terms.append(self.lin_encoding(encoding))
+        return torch.stack(terms).sum(0) if len(terms) > 1 else terms[0]
+
+    def _head(
+        self,
+        h: Tensor,
+        batch: Tensor | None,
+        batch_size: int | None,
+        edge_label_index: Tensor | None,
+    ) -> Tensor:
+        if self.head is None:
+            return h
+        if self.target == "graph":
+            h = global_mean_pool(h, batch, batch_size)
+        elif edge_label_index is not None:
+            h = h[edge_label_index].movedim(0, 1).flatten(1)  # [L, 2 * hidden]
+        return self.head(F.dropout(h, self.dropout, self.training))
+
+
+def mask_labels(
+    y: Tensor, known: Tensor, rate: float, *, generator: torch.Generator | None = None
+) -> tuple[Tensor, Tensor]:
+    """Hides part of the known labels, to be predicted from the rest: masked label prediction.
+
+    A model that sees a node's label as input must not be asked for it, so each training step shows
+    a random part of the training labels and takes the loss on the others. Source: UniMP
+    (https://arxiv.org/abs/2009.03509), section 3.2.
+
+    Args:
+        y: ``[N]`` int64, labels.
+        known: ``[N]`` bool, nodes whose label may be used (the training nodes).
+        rate: Share of known labels to show, from 0 to 1. At 1 all are shown and none is left to
+            predict, as for a forward pass at test time.
+        generator: Source of randomness. Default: torch's.
+
+    Returns:
+        ``(labels, hidden)``: ``[N]`` int64 with -1 where no label is shown, the model's input; and
+        ``[N]`` bool, known nodes whose label is hidden, for the loss.
+
+    Raises:
+        ValueError: ``rate`` is not from 0 to 1.
+
+    >>> labels, hidden = mask_labels(
+    ...     torch.tensor([3, 1, 2]), torch.tensor([True, True, False]), 1.0
+    ... )
+    >>> labels.tolist(), hidden.tolist()
+    ([3, 1, -1], [False, False, False])
+    """
+    if not 0.0 <= rate <= 1.0:
+        raise ValueError(f"mask_labels: rate must be from 0 to 1, got {rate}.")
+    draw = torch.rand(known.shape, generator=generator, device=known.device)
+    shown = known & (draw < rate)
+    return torch.where(shown, y, -1), known & ~shown
+
+
+def _check_choice(name: str, value: str | None, choices: tuple[str | None, ...]) -> None:
+    if value not in choices:
+        known = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(f"GraphTransformer: {name} must be one of {known}, got {value!r}.")
