@@ -1,10 +1,11 @@
-"""Trains a graph transformer on a graph whose nodes have classes: any set that ``graphattn.data.load`` knows.
+"""Trains a graph transformer on a graph whose nodes have classes: any set that
+``graphattn.data.load`` knows.
 
     python examples/node_classification.py --dataset cora --download
     python examples/node_classification.py --dataset tolokers --root FOLDER --runs 10
 
-Sets with several official splits use one for each run. The test metric is read at the epoch with the best
-validation metric.
+Sets with several official splits use one for each run. The test metric is read at the epoch with
+the best validation metric.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 from ogbn_arxiv import load_or_exit
 from training import add_options, parse, train
 
-# Two layers that read the features as they are, small and heavily regularised: there are 20 labels a class.
+# Two layers that read the features as they are, small and heavily regularised: there are 20 labels
+# a class.
 PLANETOID = {
     "hidden": 64,
     "layers": 2,

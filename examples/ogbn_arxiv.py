@@ -4,9 +4,10 @@
     python examples/ogbn_arxiv.py --demo              # a first result within three minutes
     python examples/ogbn_arxiv.py --dataset synthetic-arxiv --runs 1 --epochs 20
 
-The model is UniMP (https://arxiv.org/abs/2009.03509): three layers of attention over citations, made
-undirected, with gated skip connections. Where the set comes without its node features, labels and degrees
-are the input instead. A run that was stopped goes on with --resume and ends with the same numbers.
+The model is UniMP (https://arxiv.org/abs/2009.03509): three layers of attention over citations,
+made undirected, with gated skip connections. Where the set comes without its node features, labels
+and degrees are the input instead. A run that was stopped goes on with --resume and ends with the
+same numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         default="ogbn-arxiv",
         help="ogbn-arxiv, or its stand-in synthetic-arxiv (synthetic-arxiv-5000 has 5,000 nodes)",
     )
-    parser.add_argument("--demo", action="store_true", help="one short run, on whichever set is there")
+    parser.add_argument(
+        "--demo", action="store_true", help="one short run, on whichever set is there"
+    )
     add_options(parser)
     args = parse(parser, argv, preset)
     return train(load_demo(args) if args.demo else load_or_exit(parser, args), args)
@@ -50,7 +53,8 @@ def load_demo(args: argparse.Namespace) -> Any:
     except (OSError, ImportError) as error:
         args.dataset = "synthetic-arxiv"
         print(
-            "Demo on synthetic-arxiv, a generated graph of the same size, because ogbn-arxiv is not in "
+            "Demo on synthetic-arxiv, a generated graph of the same size, because ogbn-arxiv is "
+            "not in "
             f"{args.root}/ and cannot be downloaded ({first_line(error)})"
         )
         return load("synthetic-arxiv")

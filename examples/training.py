@@ -355,7 +355,8 @@ def train(data: Data, args: argparse.Namespace) -> dict[str, Any]:
             print(f"Nothing to resume: {checkpoint.path} does not exist; starting from run 1")
     elif checkpoint.path.exists() and not args.overwrite:
         raise SystemExit(
-            f"error: {checkpoint.path} holds an unfinished call. Go on with it by --resume, or drop "
+            f"error: {checkpoint.path} holds an unfinished call. Go on with it by --resume, or "
+            f"drop "
             "it by --overwrite"
         )
     data, graph = prepare(data, args)
