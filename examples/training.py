@@ -32,9 +32,6 @@ from graphattn import Graph, backends
 from graphattn.data import evaluate
 from graphattn.models import GraphTransformer, mask_labels
 
-CHECKPOINT_SECONDS = 30.0
-
-
 # Options ##########################################################################################
 
 
@@ -104,6 +101,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--log-every", type=integer(1), help="print every so many epochs")
     output.add_argument("--out", type=Path, help="folder for result.json, curve.png, checkpoint.pt")
     output.add_argument("--json", type=Path, metavar="FILE", help="write the result here instead")
+    output.add_argument(
+        "--checkpoint-seconds", type=number(0), default=30.0, help="time between saves"
+    )
     output.add_argument("--resume", action="store_true", help="go on where a stopped call was")
     output.add_argument("--overwrite", action="store_true", help="drop an unfinished call's state")
 
@@ -309,13 +309,17 @@ class Checkpoint:
     """What has been done so far, in one file, replaced in one step."""
 
     # Options that do not change what is computed.
-    FREE = ("resume", "overwrite", "json", "out", "log_every", "root", "download", "threads")
+    FREE = (
+        *("resume", "overwrite", "checkpoint_seconds", "json", "out", "log_every"),
+        *("root", "download", "threads"),
+    )
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.path = args.out / "checkpoint.pt"
         self.options = {
             name: str(value) for name, value in vars(args).items() if name not in self.FREE
         }
+        self.seconds = args.checkpoint_seconds
         self.saved_at = time.monotonic()
 
     def load(self) -> dict[str, Any] | None:
@@ -334,7 +338,7 @@ class Checkpoint:
         return state
 
     def save(self, finished: list[dict[str, Any]], run: Run | None, *, force: bool) -> None:
-        if not force and time.monotonic() - self.saved_at < CHECKPOINT_SECONDS:
+        if not force and time.monotonic() - self.saved_at < self.seconds:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_suffix(".part")
