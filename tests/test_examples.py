@@ -37,17 +37,10 @@ def history(path: Path) -> list:
 def test_ogbn_arxiv_speaks_as_ogbs_logger_does(script, tmp_path, capsys):
     result = script("ogbn_arxiv").main(
         [
-            "--dataset",
-            "synthetic-arxiv-400",
-            "--runs",
-            "2",
-            "--epochs",
-            "3",
-            "--out",
-            str(tmp_path),
+            *(
+                f"--dataset synthetic-arxiv-400 --runs 2 --epochs 3 --out {tmp_path} --heads 2"
+            ).split(),
             *TINY,
-            "--heads",
-            "2",
         ]
     )
     lines = capsys.readouterr().out.splitlines()
@@ -250,18 +243,10 @@ def test_a_missing_gpu_is_named(script, capsys):
 def test_node_classification_on_karate_with_transformer_blocks(script, tmp_path):
     result = script("node_classification").main(
         [
-            "--dataset",
-            "karate",
-            "--runs",
-            "2",
-            "--epochs",
-            "3",
-            "--feedforward",
-            "16",
-            "--threads",
-            "1",
-            "--out",
-            str(tmp_path),
+            *(
+                "--dataset karate --runs 2 --epochs 3 --feedforward 16 --threads 1 --out "
+                f"{tmp_path}"
+            ).split(),
             *TINY,
         ]
     )
@@ -271,21 +256,10 @@ def test_node_classification_on_karate_with_transformer_blocks(script, tmp_path)
 
 def test_compare_dense_agrees(script, tmp_path, capsys):
     rows = script("compare_dense").main(
-        [
-            "--nodes",
-            "32",
-            "64",
-            "--degrees",
-            "4",
-            "--width",
-            "16",
-            "--heads",
-            "2",
-            "--repeats",
-            "1",
-            "--plot",
-            str(tmp_path / "plot.png"),
-        ]
+        (
+            "--nodes 32 64 --degrees 4 --width 16 --heads 2 --repeats 1 --plot "
+            f"{tmp_path / 'plot.png'}"
+        ).split()
     )
     assert len(rows) == 2
     for row in rows:
@@ -295,22 +269,10 @@ def test_compare_dense_agrees(script, tmp_path, capsys):
     assert "dense MiB" in capsys.readouterr().out
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     (row,) = script("compare_dense").main(
-        [
-            "--nodes",
-            "64",
-            "--degrees",
-            "4",
-            "--width",
-            "16",
-            "--heads",
-            "2",
-            "--repeats",
-            "1",
-            "--dense-limit",
-            "0",
-            "--plot",
-            str(tmp_path / "plot.png"),
-        ]
+        (
+            "--nodes 64 --degrees 4 --width 16 --heads 2 --repeats 1 --dense-limit 0 "
+            f"--plot {tmp_path / 'plot.png'}"
+        ).split()
     )
     assert "dense_seconds" not in row
     with pytest.raises(SystemExit):
@@ -321,24 +283,10 @@ def test_compare_dense_agrees(script, tmp_path, capsys):
 @needs_shared
 def test_ogbn_arxivs_real_graph(script, tmp_path, capsys):
     result = script("ogbn_arxiv").main(
-        [
-            "--root",
-            str(SHARED),
-            "--runs",
-            "1",
-            "--epochs",
-            "2",
-            "--hidden",
-            "8",
-            "--layers",
-            "2",
-            "--heads",
-            "1",
-            "--lr",
-            "0.02",
-            "--out",
-            str(tmp_path),
-        ]
+        (
+            f"--root {SHARED} --runs 1 --epochs 2 --hidden 8 --layers 2 --heads 1 --lr "
+            f"0.02 --out {tmp_path}"
+        ).split()
     )
     out = capsys.readouterr().out
     assert "169,343 nodes, 40 classes, 1,166,243 edges -> 2,315,598" in out
@@ -353,22 +301,10 @@ def test_ogbn_arxivs_real_graph(script, tmp_path, capsys):
 @pytest.mark.parametrize("name", ["cora", "tolokers"])
 def test_real_sets_with_one_and_with_ten_splits(script, tmp_path, name):
     result = script("node_classification").main(
-        [
-            "--root",
-            str(SHARED),
-            "--dataset",
-            name,
-            "--runs",
-            "2",
-            "--epochs",
-            "2",
-            "--hidden",
-            "8",
-            "--heads",
-            "2",
-            "--out",
-            str(tmp_path),
-        ]
+        (
+            f"--root {SHARED} --dataset {name} --runs 2 --epochs 2 --hidden 8 --heads "
+            f"2 --out {tmp_path}"
+        ).split()
     )
     assert result["metric"] == {"cora": "accuracy", "tolokers": "rocauc"}[name]
 
