@@ -16,7 +16,7 @@ SAY := @echo "==>"
 
 # Extras of pyproject.toml behind each stamp.
 EXTRAS_demo := ogb,viz
-EXTRAS_dev := ogb,viz,dev
+EXTRAS_dev := ogb,viz,docs,dev
 EXTRAS_docs := docs
 
 export PIP_NO_INPUT := 1

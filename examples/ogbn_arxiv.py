@@ -55,7 +55,7 @@ def load_demo(args: argparse.Namespace) -> Any:
         print(
             "Demo on synthetic-arxiv, a generated graph of the same size, because ogbn-arxiv is "
             "not in "
-            f"{args.root}/ and cannot be downloaded ({first_line(error)})"
+            f"{args.root}/ and cannot be downloaded ({first_sentence(error)})"
         )
         return load("synthetic-arxiv")
     print(f"Demo on ogbn-arxiv, found in {args.root}/")
@@ -69,8 +69,8 @@ def load_or_exit(parser: argparse.ArgumentParser, args: argparse.Namespace) -> A
         parser.error(str(error))
 
 
-def first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+def first_sentence(error: Exception) -> str:
+    return str(error).splitlines()[0].split(". ")[0] if str(error) else type(error).__name__
 
 
 if __name__ == "__main__":

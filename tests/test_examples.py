@@ -61,11 +61,13 @@ def test_ogbn_arxiv_speaks_as_ogbs_logger_does(script, tmp_path, capsys):
             "Final Test",
         ]
     assert "±" in lines[lines.index("All runs:") + 1]
-    (summary,) = (line for line in lines if line.startswith("Result: synthetic-arxiv, accuracy"))
+    (summary,) = (
+        line for line in lines if line.startswith("Result: synthetic-arxiv-400, accuracy")
+    )
     assert "s per epoch, peak memory" in summary
 
     written = json.loads((tmp_path / "result.json").read_text())
-    assert written["dataset"] == "synthetic-arxiv" == result["dataset"]
+    assert written["dataset"] == "synthetic-arxiv-400" == result["dataset"]
     assert [len(run) for run in written["history"]] == [3, 3]
     best = [max(run, key=lambda epoch: epoch["val"]) for run in written["history"]]
     assert written["test"]["runs"] == [100 * epoch["test"] for epoch in best]
@@ -90,7 +92,7 @@ def test_demo_says_which_set_it_takes_and_why(script, tmp_path, capsys, monkeypa
 
     def offline(name, **options):
         if name == "ogbn-arxiv":
-            raise ConnectionError("the host cannot be reached\nand more")
+            raise ConnectionError("the host cannot be reached. Check the network.")
         return load("synthetic-arxiv-300")
 
     monkeypatch.setattr(module, "load", offline)
@@ -100,7 +102,7 @@ def test_demo_says_which_set_it_takes_and_why(script, tmp_path, capsys, monkeypa
     out = capsys.readouterr().out
     assert "Demo on synthetic-arxiv" in out
     assert "cannot be downloaded (the host cannot be reached)" in out
-    assert result["dataset"] == "synthetic-arxiv"
+    assert result["dataset"] == "synthetic-arxiv-300"
 
     monkeypatch.setattr(module, "load", lambda name, **options: load("synthetic-arxiv-300"))
     module.main(arguments)

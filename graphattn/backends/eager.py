@@ -78,7 +78,7 @@ class _EdgeDot(torch.autograd.Function):
         out = q.new_empty(dst.numel(), *q.shape[1:3])
         for part in _slices(dst.numel(), q[0].numel() if q.size(0) else 1):
             q_rows, k_rows = q.index_select(0, dst[part]), k.index_select(0, src[part])
-            torch.sum(q_rows.mul_(k_rows.unsqueeze(2)), dim=-1, out=out[part])
+            out[part] = q_rows.mul_(k_rows.unsqueeze(2)).sum(dim=-1)
         return out
 
     @staticmethod

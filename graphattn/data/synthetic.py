@@ -36,7 +36,8 @@ def synthetic_arxiv(*, num_nodes: int = ARXIV_NODES, seed: int = 0) -> Data:
         seed: Seed of every random draw. The same numpy gives the same graph.
 
     Returns:
-        What `load("ogbn-arxiv")` returns, with `name="synthetic-arxiv"`: 40 classes, `x` `[N,
+        What `load("ogbn-arxiv")` returns, with `name="synthetic-arxiv"` (or, for
+        another size, `"synthetic-arxiv-N"`): 40 classes, `x` `[N,
         128]`, directed edges without duplicates or self-loops, symmetric degree with median 6 and
         maximum about 13,000 at full size, and a split by `node_year` (to 2017, 2018, from 2019)
         with OGB's shares.
@@ -71,7 +72,7 @@ def synthetic_arxiv(*, num_nodes: int = ARXIV_NODES, seed: int = 0) -> Data:
     shuffle = rng.permutation(num_nodes)  # position of each node in the result
     inverse = np.argsort(shuffle)
     return assemble(
-        "synthetic-arxiv",
+        "synthetic-arxiv" if num_nodes == ARXIV_NODES else f"synthetic-arxiv-{num_nodes}",
         "synthetic_arxiv",
         edge_index=np.stack([shuffle[source], shuffle[target]]).astype(np.int64),
         num_nodes=num_nodes,
