@@ -230,10 +230,8 @@ def _autocast(x: _T) -> _T:
     return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(x.device.type))
 
 
-def _check_floating(name: str, **tensors: Tensor | None) -> None:
+def _check_floating(name: str, **tensors: Tensor) -> None:
     for argument, tensor in tensors.items():
-        if tensor is None:
-            continue
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: {argument} must be a tensor, got {type(tensor).__name__}.")
         if not tensor.is_floating_point():
@@ -243,9 +241,9 @@ def _check_floating(name: str, **tensors: Tensor | None) -> None:
             )
 
 
-def _check_device(name: str, device: torch.device, **tensors: Tensor | None) -> None:
+def _check_device(name: str, device: torch.device, **tensors: Tensor) -> None:
     for argument, tensor in tensors.items():
-        if tensor is not None and tensor.device != device:
+        if tensor.device != device:
             raise ValueError(
                 f"{name}: {argument} is on {tensor.device}, but the graph is on {device}. Move one "
                 f"of them, for example graph.to({str(tensor.device)!r})."
@@ -330,8 +328,10 @@ def _check_edge_tensors(
     edge_attr: Tensor | None,
     edge_weight: Tensor | None,
 ) -> None:
-    _check_floating(name, bias=bias, edge_attr=edge_attr, edge_weight=edge_weight)
-    _check_device(name, graph.device, bias=bias, edge_attr=edge_attr, edge_weight=edge_weight)
+    optional = {"bias": bias, "edge_attr": edge_attr, "edge_weight": edge_weight}
+    given = {argument: tensor for argument, tensor in optional.items() if tensor is not None}
+    _check_floating(name, **given)
+    _check_device(name, graph.device, **given)
     num_edges, (heads, head_dim) = graph.num_edges, query.shape[-2:]
     if bias is not None and bias.shape not in (
         (num_edges, heads),
@@ -342,10 +342,10 @@ def _check_edge_tensors(
             f"query's leading dimensions before it, got {tuple(bias.shape)}."
         )
     if (edge_attr is None) != (edge_weight is None):
-        given, other = (
+        one, other = (
             ("edge_attr", "edge_weight") if edge_weight is None else ("edge_weight", "edge_attr")
         )
-        raise ValueError(f"{name}: {given} needs {other} beside it.")
+        raise ValueError(f"{name}: {one} needs {other} beside it.")
     if edge_attr is None or edge_weight is None:
         return
     if edge_attr.dim() != 2 or edge_attr.size(0) != num_edges:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch_geometric import EdgeIndex
 from torch_geometric.utils import is_torch_sparse_tensor
-from torch_geometric.utils.sparse import index2ptr, ptr2index
+from torch_geometric.utils.sparse import ptr2index
 
 __all__ = ["Graph"]
 
@@ -24,7 +24,8 @@ def _once(compute: Callable[[Graph], _T]) -> Callable[[Graph], _T]:
     @wraps(compute)
     def kept(graph: Graph) -> _T:
         if compute.__name__ not in graph.__dict__:
-            graph.__dict__[compute.__name__] = compute(graph)
+            with torch.inference_mode(False):
+                graph.__dict__[compute.__name__] = compute(graph)
         return graph.__dict__[compute.__name__]
 
     return kept
@@ -95,25 +96,10 @@ class Graph:
     ) -> None:
         _check_edge_index(edge_index)
         num_src, num_dst = _resolve_num_nodes(edge_index, num_nodes)
-        plain = edge_index.as_tensor() if isinstance(edge_index, EdgeIndex) else edge_index
-        src, dst = plain.to(torch.int64).unbind(0)
-        tracing = torch.compiler.is_compiling()
-        if validate and not tracing:
-            _check_range(src, num_src, side="source", row=0)
-            _check_range(dst, num_dst, side="target", row=1)
-            if isinstance(edge_index, EdgeIndex) and edge_index.is_sorted:
-                _check_sorted(src if edge_index.is_sorted_by_row else dst, edge_index.sort_order)
-
-        edge_id: Tensor | None
-        lent = _lent_by_edge_index(edge_index, num_src, num_dst)
-        if lent is not None:
-            dst_ptr, src_index, edge_id = lent
-        elif not tracing and _is_sorted(dst):
-            dst_ptr, src_index, edge_id = index2ptr(dst, num_dst), src.clone(), None
-        else:
-            dst, edge_id = torch.sort(dst, stable=True)
-            dst_ptr, src_index = index2ptr(dst, num_dst), src[edge_id]
-        self._set(num_src, num_dst, dst_ptr, src_index, edge_id)
+        # A graph made in evaluation may be used in training: no inference tensors in it.
+        with torch.inference_mode(False):
+            arrays = _arrays_by_target(edge_index, num_src, num_dst, validate)
+        self._set(num_src, num_dst, *arrays)
 
     def _set(
         self,
@@ -285,7 +271,7 @@ class Graph:
     def _by_source(self) -> tuple[Tensor, Tensor, Tensor]:
         src, order = torch.sort(self.src_index, stable=True)
         edge_id_by_src = order if self.edge_id is None else self.edge_id[order]
-        return index2ptr(src, self.num_src), self.target[order], edge_id_by_src
+        return _pointers(src, self.num_src), self.target[order], edge_id_by_src
 
     @property
     def src_ptr(self) -> Tensor:  # noqa: D102 - see the class
@@ -314,13 +300,13 @@ class Graph:
         device = torch.device(device)
         if device == self.device or (device.type == self.device.type and device.index is None):
             return self
-        edge_id = None if self.edge_id is None else self.edge_id.to(device)
         graph = Graph.__new__(Graph)
-        graph._set(
-            self.num_src, self.num_dst, self.dst_ptr.to(device), self.src_index.to(device), edge_id
-        )
-        if "_by_source" in self.__dict__:
-            graph.__dict__["_by_source"] = tuple(array.to(device) for array in self._by_source)
+        with torch.inference_mode(False):
+            edge_id = None if self.edge_id is None else self.edge_id.to(device)
+            dst_ptr, src_index = self.dst_ptr.to(device), self.src_index.to(device)
+            if "_by_source" in self.__dict__:
+                graph.__dict__["_by_source"] = tuple(x.to(device) for x in self._by_source)
+        graph._set(self.num_src, self.num_dst, dst_ptr, src_index, edge_id)
         return graph
 
     @property
@@ -447,10 +433,38 @@ def _resolve_num_nodes(
     return size
 
 
+def _arrays_by_target(
+    edge_index: Tensor, num_src: int, num_dst: int, validate: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """``(dst_ptr, src_index, edge_id)``; none of them is the caller's memory."""
+    plain = edge_index.as_tensor() if isinstance(edge_index, EdgeIndex) else edge_index
+    # Contiguous, because the conversion to pointers takes no notice of strides.
+    src, dst = plain.to(torch.int64).contiguous().unbind(0)
+    tracing = torch.compiler.is_compiling()
+    if validate and not tracing:
+        _check_range(src, num_src, side="source", row=0)
+        _check_range(dst, num_dst, side="target", row=1)
+        if isinstance(edge_index, EdgeIndex) and edge_index.is_sorted:
+            _check_sorted(src if edge_index.is_sorted_by_row else dst, edge_index.sort_order)
+
+    lent = _lent_by_edge_index(edge_index, num_src, num_dst)
+    if lent is not None:
+        return lent
+    if not tracing and _is_sorted(dst):
+        return _pointers(dst, num_dst), src.clone(), None
+    dst, edge_id = torch.sort(dst, stable=True)
+    return _pointers(dst, num_dst), src[edge_id], edge_id
+
+
+def _pointers(index: Tensor, size: int) -> Tensor:
+    """Where each position from 0 to ``size`` starts in a sorted ``index``, ``[size + 1]``."""
+    return torch.searchsorted(index, torch.arange(size + 1, device=index.device))
+
+
 def _lent_by_edge_index(
     edge_index: Tensor, num_src: int, num_dst: int
 ) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """``(dst_ptr, src_index, edge_id)`` of a sorted PyG EdgeIndex whose size is known."""
+    """The same from a sorted PyG EdgeIndex whose size is known, which keeps what it computes."""
     if (
         not isinstance(edge_index, EdgeIndex)
         or not edge_index.is_sorted
@@ -458,10 +472,12 @@ def _lent_by_edge_index(
     ):
         return None
     (dst_ptr, src_index), edge_id = edge_index.get_csc()
-    if edge_id is not None:
-        return dst_ptr.to(torch.int64), src_index.to(torch.int64), edge_id.to(torch.int64)
-    # This is the caller's own memory, which an in-place change would alter under the graph.
-    return dst_ptr.to(torch.int64), src_index.to(torch.int64, copy=True), None
+    # Copies are quick beside sorting. The memory of the EdgeIndex could change under the graph.
+    return (
+        dst_ptr.to(torch.int64, copy=True),
+        src_index.to(torch.int64, copy=True),
+        None if edge_id is None else edge_id.to(torch.int64, copy=True),
+    )
 
 
 def _check_range(index: Tensor, size: int, *, side: str, row: int) -> None:

@@ -129,8 +129,10 @@ def _weights(
 
 
 def _empty_rows(edges: EdgeOperations) -> Tensor:
-    """``[N_dst, 1, 1, 1]``. The gradient of ``edge_weight`` is a sum over all targets: those that
-    take no part are set to zero, or a NaN of theirs, in query or gradient, would reach it.
+    """Targets without in-edges, ``[N_dst, 1, 1, 1]`` bool.
+
+    The gradient of ``edge_weight`` is a sum over all targets. These take no part: unless they are
+    set to zero, a NaN of theirs in query or gradient would reach it.
     """
     return edges.empty()[:, None, None, None]
 

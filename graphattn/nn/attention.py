@@ -188,7 +188,7 @@ class GraphAttentionConv(MessagePassing):
                     key=key,
                     value=value,
                     edge_attr=edge_attr,
-                )
+                ).to(query.dtype)
                 alpha = self._alpha
             finally:
                 self._alpha = None
@@ -243,14 +243,17 @@ class GraphAttentionConv(MessagePassing):
         ptr: Tensor | None,
         size_i: int | None,
     ) -> Tensor:
-        """What each edge sends, ``[*, E, H, C]``: its weight times value plus edge features."""
+        """What each edge sends, ``[*, E, H, C]``: its weight times value plus edge features.
+
+        In float32 at least, as are the scores.
+        """
         if self.lin_edge is not None:
             edge_attr = self.lin_edge(edge_attr).view(-1, self.heads, self.out_channels)
             key_j, value_j = key_j + edge_attr, value_j + edge_attr
-        score = (query_i * key_j).sum(dim=-1) / math.sqrt(self.out_channels)
-        score = score.to(torch.promote_types(score.dtype, torch.float32))
-        alpha = softmax(score, index, ptr, size_i, dim=-2).to(value_j.dtype)
-        self._alpha = alpha
+        compute = torch.promote_types(query_i.dtype, torch.float32)
+        score = (query_i.to(compute) * key_j).sum(dim=-1) / math.sqrt(self.out_channels)
+        alpha = softmax(score, index, ptr, size_i, dim=-2)
+        self._alpha = alpha.to(query_i.dtype)
         if self.training and self.dropout > 0.0:
             by_edge = alpha.unsqueeze(0).flatten(0, -3).movedim(0, 1)  # [E, B, H]
             alpha = drop(by_edge, draw_seed(), None, self.dropout).movedim(1, 0).view(alpha.shape)
