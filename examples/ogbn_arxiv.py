@@ -42,7 +42,8 @@ def preset(args: argparse.Namespace) -> dict[str, Any]:
     unimp = {"hidden": 128, "heads": 2, "beta": True, "head": "attention", "dropout": 0.3}
     if args.demo:
         args.overwrite = not args.resume
-        return {**unimp, "hidden": 64, "runs": 1, "epochs": 20, "lr": 0.01, "dropout": 0.1}
+        quick = {"hidden": 64, "layers": 2, "norm": "batch", "dropout": 0.1}
+        return {**unimp, **quick, "runs": 1, "epochs": 30, "lr": 0.03}
     return unimp
 
 

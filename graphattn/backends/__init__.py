@@ -11,7 +11,7 @@ import importlib
 
 import torch
 
-__all__ = ["NAMES", "choose", "missing", "unsupported"]
+__all__ = ["NAMES", "check_name", "choose", "missing", "unsupported"]
 
 NAMES = ("eager", "scatter")
 
@@ -42,17 +42,22 @@ def unsupported(backend: str, device: torch.device) -> list[str]:
     return []
 
 
+def check_name(backend: str, *, function: str) -> None:
+    """Raises ``ValueError`` unless ``backend`` is ``"auto"`` or the name of a backend."""
+    if backend not in ("auto", *NAMES):
+        known = ", ".join(repr(name) for name in ("auto", *NAMES))
+        raise ValueError(f"{function}: unknown backend {backend!r}. Use one of {known}.")
+
+
 def choose(backend: str, device: torch.device, *, function: str) -> str:
     """The backend that runs a call: ``"auto"`` may choose, any other name runs or raises.
 
     Raises:
         ValueError: The name is unknown, or the backend cannot run this call; with every reason.
     """
+    check_name(backend, function=function)
     if backend == "auto":
         return "eager"
-    if backend not in NAMES:
-        known = ", ".join(repr(name) for name in ("auto", *NAMES))
-        raise ValueError(f"{function}: unknown backend {backend!r}. Use one of {known}.")
     reasons = unsupported(backend, device)
     if reasons:
         raise ValueError(

@@ -21,8 +21,8 @@ from torch import Tensor
 
 __all__ = ["EdgeOperations"]
 
-# Elements of one gathered slice of edges: a few MB, so that a slice stays in a core's cache.
-_SLICE_ELEMENTS = 1 << 20
+# Elements of one gathered slice of edges: some MB, which a processor's cache holds.
+_SLICE_ELEMENTS = 1 << 22
 
 
 class EdgeOperations:

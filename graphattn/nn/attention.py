@@ -13,6 +13,7 @@ from torch_geometric.nn.aggr import Aggregation, SumAggregation
 from torch_geometric.nn.dense import Linear
 from torch_geometric.utils import is_torch_sparse_tensor, softmax
 
+from graphattn import backends
 from graphattn.dropout import draw_seed, drop
 from graphattn.functional import attention_weights, graph_attention
 from graphattn.graph import Graph
@@ -59,7 +60,7 @@ class GraphAttentionConv(MessagePassing):
             ``"target_to_source"``: row 0.
         decomposed_layers: Of PyG's base class; attention needs all channels of a key at once, so
             only 1 is possible.
-        backend: As in :func:`graphattn.graph_attention`.
+        backend: As in :func:`graphattn.graph_attention`, for the operator; messages are PyG's.
 
     Shapes:
         ``x [*, N, in_channels]`` or ``(x_src [*, N_src, F_src], x_dst [*, N_dst, F_dst])``;
@@ -105,6 +106,7 @@ class GraphAttentionConv(MessagePassing):
         if edge_dim != -1:
             _check_positive("GraphAttentionConv", edge_dim=edge_dim)
         _check_dropout("GraphAttentionConv", dropout)
+        backends.check_name(backend, function="GraphAttentionConv")
         if decomposed_layers != 1:
             raise ValueError(
                 "GraphAttentionConv: decomposed_layers must be 1, because a score needs all "
@@ -431,6 +433,7 @@ class GraphMultiheadAttention(nn.Module):
             edge_dim=edge_dim,
         )
         _check_dropout("GraphMultiheadAttention", dropout)
+        backends.check_name(backend, function="GraphMultiheadAttention")
         if embed_dim % num_heads != 0:
             raise ValueError(
                 f"GraphMultiheadAttention: embed_dim {embed_dim} must be divisible by num_heads "
