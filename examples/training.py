@@ -151,8 +151,6 @@ def parse(
         parser.error(f"--device {args.device}: no CUDA device is available")
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    if args.out is None:
-        args.out = Path("runs") / args.dataset
     return args
 
 
@@ -351,6 +349,8 @@ class Checkpoint:
 def train(data: Data, args: argparse.Namespace) -> dict[str, Any]:
     """All runs, with the report on the screen; returns the result that is written as JSON."""
     print_versions(args)
+    if args.out is None:
+        args.out = Path("runs") / args.dataset
     checkpoint = Checkpoint(args)
     state = None
     if args.resume:
