@@ -141,6 +141,8 @@ def parse(
             setattr(args, name, value)
     if args.hidden % args.heads != 0:
         parser.error(f"--hidden {args.hidden} must be divisible by --heads {args.heads}")
+    if args.label_rate == 1.0:
+        parser.error("--label-rate must be below 1: at 1 no label is left to predict")
     if args.resume and args.overwrite:
         parser.error("--resume and --overwrite exclude each other")
     try:
@@ -159,6 +161,8 @@ def parse(
 
 def prepare(data: Data, args: argparse.Namespace) -> tuple[Data, Graph]:
     """The features as asked for and the graph to attend along; says what was done."""
+    if "y" not in data:
+        raise SystemExit(f"error: {data.name} has no labels to learn")
     stored = data.edge_index.size(1)
     edge_index = data.edge_index if args.directed else to_undirected(data.edge_index)
     graph = Graph(edge_index, data.num_nodes)
@@ -170,19 +174,21 @@ def prepare(data: Data, args: argparse.Namespace) -> tuple[Data, Graph]:
     if args.self_loops:
         graph = graph.add_self_loops()
         print(f"Self-loops: one for each node, {graph.num_edges:,} edges in all")
-    features = data.x is not None
+    features, multi_label = data.x is not None, data.y.is_floating_point()
     if features and args.normalize_features:
         data = NormalizeFeatures()(data)
     if args.label_rate is None:
-        args.label_rate = 0.0 if features else 0.625
+        args.label_rate = 0.0 if features or multi_label else 0.625
+    if args.label_rate > 0.0 and multi_label:
+        raise SystemExit(
+            f"error: {data.name} has several labels a node, and label inputs need one: "
+            f"--label-rate "
+            "must be 0"
+        )
     if not features:
-        if args.label_rate == 0.0:
-            raise SystemExit(
-                f"error: {data.name} has no node features here, so the labels are the only input: "
-                "--label-rate must not be 0"
-            )
         args.input_projection = True
-        print("Inputs: no node features here; trains from label inputs and degrees alone")
+        inputs = "label inputs and degrees" if args.label_rate > 0.0 else "degrees"
+        print(f"Inputs: no node features here; trains from {inputs} alone")
     if args.label_rate > 0.0:
         print(
             f"Label inputs: {args.label_rate:g} of the training labels shown in each step, the "
@@ -247,6 +253,8 @@ class Run:
         labels, hidden = None, train
         if self.args.label_rate > 0.0:
             labels, hidden = mask_labels(self.data.y, train, self.args.label_rate)
+            while not hidden.any():  # nothing left to predict
+                labels, hidden = mask_labels(self.data.y, train, self.args.label_rate)
         out = self.model(self.data.x, self.graph, labels=labels)[hidden]
         target = self.data.y[hidden]
         if target.is_floating_point():
@@ -346,6 +354,41 @@ class Checkpoint:
         self.saved_at = time.monotonic()
 
 
+def run_all(
+    data: Data,
+    graph: Graph,
+    args: argparse.Namespace,
+    checkpoint: Checkpoint,
+    state: dict[str, Any] | None,
+) -> list[dict[str, Any]]:
+    """The history of every run, those in the checkpoint's ``state`` included."""
+    finished: list[dict[str, Any]] = [] if state is None else state["finished"]
+    started = None if state is None else state["run"]
+    total, done = args.runs * args.epochs, len(finished) * args.epochs
+    # disable=None: no bar where nobody watches a terminal.
+    with tqdm(total=total, initial=done, unit="epoch", dynamic_ncols=True, disable=None) as bar:
+        for index in range(len(finished), args.runs):
+            run = Run(data, graph, args, index)
+            if started is not None:
+                run.load(started)
+                bar.update(len(run.history))
+                started = None
+            while len(run.history) < args.epochs:
+                metrics = run.step()
+                epoch = len(run.history)
+                if epoch % args.log_every == 0 or epoch in (1, args.epochs):
+                    bar.write(epoch_line(index, epoch, metrics), file=sys.stdout)
+                    sys.stdout.flush()
+                bar.update(1)
+                checkpoint.save(finished, run, force=False)
+            finished.append(
+                {"seed": args.seed + index, "history": run.history, "seconds": run.seconds}
+            )
+            checkpoint.save(finished, None, force=True)
+            bar.write(run_summary(index, run.best()), file=sys.stdout)
+    return finished
+
+
 def train(data: Data, args: argparse.Namespace) -> dict[str, Any]:
     """All runs, with the report on the screen; returns the result that is written as JSON."""
     print_versions(args)
@@ -360,39 +403,19 @@ def train(data: Data, args: argparse.Namespace) -> dict[str, Any]:
     elif checkpoint.path.exists() and not args.overwrite:
         raise SystemExit(
             f"error: {checkpoint.path} holds an unfinished call. Go on with it by --resume, or "
-            f"drop "
-            "it by --overwrite"
+            "drop it by --overwrite"
         )
     data, graph = prepare(data, args)
     data, graph = data.to(args.device), graph.to(args.device)
     parameters = sum(p.numel() for p in make_model(data, args).parameters())
     print(f"Model: GraphTransformer, {parameters:,} parameters")
 
-    finished: list[dict[str, Any]] = [] if state is None else state["finished"]
-    total = args.runs * args.epochs
-    done = len(finished) * args.epochs
-    # disable=None: no bar where nobody watches a terminal.
-    with tqdm(total=total, initial=done, unit="epoch", dynamic_ncols=True, disable=None) as bar:
-        for index in range(len(finished), args.runs):
-            run = Run(data, graph, args, index)
-            if state is not None and state["run"] is not None:
-                run.load(state["run"])
-                bar.update(len(run.history))
-                state = None
-            while len(run.history) < args.epochs:
-                metrics = run.step()
-                epoch = len(run.history)
-                if epoch % args.log_every == 0 or epoch in (1, args.epochs):
-                    bar.write(epoch_line(index, epoch, metrics), file=sys.stdout)
-                    sys.stdout.flush()
-                bar.update(1)
-                checkpoint.save(finished, run, force=False)
-            finished.append(
-                {"seed": args.seed + index, "history": run.history, "seconds": run.seconds}
-            )
-            checkpoint.save(finished, None, force=True)
-            bar.write(run_summary(index, run.best()), file=sys.stdout)
-
+    try:
+        finished = run_all(data, graph, args, checkpoint, state)
+    except KeyboardInterrupt:
+        exists = checkpoint.path.exists()
+        print("Stopped;", f"--resume goes on from {checkpoint.path}" if exists else "nothing saved")
+        raise SystemExit(130) from None
     result = summarise(data, graph, args, parameters, finished)
     print_result(result)
     write(result, finished, args)
@@ -458,7 +481,7 @@ def summarise(
     return {
         "dataset": data.name,
         "metric": data.metric,
-        "inputs": "features" if data.x is not None else "labels and degrees",
+        "inputs": "degrees" if data.x is None else "features",
         "label_inputs_at_test": "training labels" if args.label_rate > 0.0 else "none",
         "num_nodes": data.num_nodes,
         "num_edges": graph.num_edges,

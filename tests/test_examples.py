@@ -21,6 +21,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 SHARED = Path(__file__).parent.parent.parent / "shared" / "data"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../shared/data is absent")
 
+FOUR = {f"{name}_mask": np.array([True, True, True, True]) for name in ("train", "val", "test")}
 TINY = ("--hidden", "8", "--layers", "2", "--heads", "2")
 
 
@@ -119,10 +120,33 @@ def test_without_node_features_it_trains_from_labels_and_degrees(script, tmp_pat
     out = capsys.readouterr().out
     assert "no node features here; trains from label inputs and degrees alone" in out
     assert "at test time all training labels and no others" in out
-    assert result["inputs"] == "labels and degrees"
+    assert result["inputs"] == "degrees"
     assert result["label_inputs_at_test"] == "training labels"
-    with pytest.raises(SystemExit, match="--label-rate must not be 0"):
-        script("node_classification").main([*arguments, "--label-rate", "0"])
+    result = script("node_classification").main([*arguments, "--label-rate", "0"])
+    assert "trains from degrees alone" in capsys.readouterr().out
+    assert result["label_inputs_at_test"] == "none"
+
+
+def test_several_labels_a_node_and_none(script, tmp_path, capsys):
+    edge_index, y = np.array([[0, 1, 2, 3], [1, 2, 3, 0]]), np.eye(4, 3)
+    np.savez(tmp_path / "tasks.npz", edge_index=edge_index, y=y, metric="rocauc", **FOUR)
+    arguments = f"--dataset tasks --root {tmp_path} --out {tmp_path} --runs 1 --epochs 2".split()
+    with pytest.raises(SystemExit, match="several labels a node, and label inputs need one"):
+        script("node_classification").main([*arguments, *TINY, "--label-rate", "0.5"])
+    result = script("node_classification").main([*arguments, *TINY])
+    assert result["metric"] == "rocauc"
+    assert result["inputs"] == "degrees"
+    np.savez(tmp_path / "bare.npz", edge_index=edge_index, num_nodes=4)
+    with pytest.raises(SystemExit, match="bare has no labels to learn"):
+        script("node_classification").main(["--dataset", "bare", "--root", str(tmp_path)])
+
+
+def test_label_inputs_always_leave_something_to_predict(script, tmp_path):
+    result = script("node_classification").main(
+        f"--dataset karate --runs 1 --epochs 5 --label-rate 0.99 --out {tmp_path}".split()
+    )
+    assert all(np.isfinite(epoch["loss"]) for epoch in history(tmp_path / "result.json")[0])
+    assert result["label_inputs_at_test"] == "training labels"
 
 
 def test_directed_keeps_edges_and_the_default_doubles_them(script, tmp_path, capsys):
@@ -142,7 +166,7 @@ ARGUMENTS += ["--label-rate", "0.5", "--attention-dropout", "0.3", "--log-every"
 
 @pytest.mark.parametrize("stop_after", [1, 4, 6])
 def test_resume_gives_the_numbers_of_an_uninterrupted_call(
-    script, tmp_path, monkeypatch, stop_after
+    script, tmp_path, monkeypatch, capsys, stop_after
 ):
     module, training = script("ogbn_arxiv"), script("training")
     module.main([*ARGUMENTS, "--out", str(tmp_path / "whole")])
@@ -157,8 +181,9 @@ def test_resume_gives_the_numbers_of_an_uninterrupted_call(
 
     stopped = [*ARGUMENTS, "--out", str(tmp_path / "stopped"), "--checkpoint-seconds", "0"]
     monkeypatch.setattr(training.Run, "step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(SystemExit, match="130"):
         module.main(stopped)
+    assert "Stopped; --resume goes on from" in capsys.readouterr().out
     monkeypatch.setattr(training.Run, "step", step)
     torch.manual_seed(12345)  # whatever state the new process is in
     module.main([*stopped, "--resume"])
@@ -221,6 +246,7 @@ def test_unfinished_calls_are_neither_lost_nor_mixed(script, tmp_path, monkeypat
         (["--lr", "-1"], "must be a number of at least 0, got -1"),
         (["--lr", "fast"], "invalid number value: 'fast'"),
         (["--device", "abacus"], "--device abacus is not a device torch knows"),
+        (["--label-rate", "1"], "--label-rate must be below 1"),
         (["--resume", "--overwrite"], "--resume and --overwrite exclude each other"),
         (["--dataset", "atlantis"], "unknown data set 'atlantis'"),
         (["--dataset", "ogbn-arxiv", "--root", "/nowhere"], "prepare.py ogbn-arxiv"),
