@@ -1186,11 +1186,33 @@ def test_c69_the_deterministic_switch_is_honoured(backend):
     assert_same(actual, expected, rtol=0, atol=0)
 
 
+def test_c63_every_floating_dtype_and_head_size_has_a_path():
+    graph = Graph(torch.tensor([[0, 1, 2], [1, 1, 0]]), 3)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        for head_dim in (1, 3, 5, 257):
+            x = torch.ones(3, 2, head_dim, dtype=dtype)
+            out = graph_attention(x, x, x, graph)
+            assert out.dtype == dtype
+            assert torch.equal(out, x * torch.tensor([1.0, 1.0, 0.0]).to(dtype).view(3, 1, 1))
+
+
+def test_c65_many_small_graphs_in_one_batch(backend):
+    count, size = 65_537, 4
+    one = torch.tensor([[0, 1, 2, 3, 0], [1, 2, 3, 0, 2]])
+    edges = (one[:, None] + size * torch.arange(count)[None, :, None]).flatten(1)
+    query, key, value = torch.randn(3, size, 1, 2)
+    alone = graph_attention(query, key, value, one, backend=backend)
+    together = graph_attention(
+        *(x.repeat(count, 1, 1) for x in (query, key, value)), edges, backend=backend
+    )
+    assert torch.equal(together, alone.repeat(count, 1, 1))
+
+
 # Compilation ######################################################################################
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_compiles_without_a_break_for_changing_sizes():
+def test_c56_compiles_without_a_break_for_changing_sizes():
     traced = []
 
     def count(module, example_inputs):

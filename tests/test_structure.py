@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tomllib
 from torch_geometric.nn import MessagePassing
 
 import graphattn
@@ -214,3 +215,11 @@ def test_public_docstrings_show_an_example(name):
 def test_the_first_sentence_of_a_module_says_what_it_is_for():
     for name, path in modules():
         assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), name
+
+
+def test_c61_building_the_package_needs_no_torch():
+    root = PACKAGE.parent
+    if not (root / "pyproject.toml").exists():
+        pytest.skip("the package is installed without its source tree")
+    build = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["build-system"]
+    assert [requirement.split(">")[0] for requirement in build["requires"]] == ["setuptools"]
