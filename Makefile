@@ -83,10 +83,16 @@ $(VENV)/installed-%: $(VENV)/created pyproject.toml constraints.txt
 	@$(PIP_INSTALL) --editable '.[$(EXTRAS_$*)]'
 	@touch $@
 
+HAS_HEADER = $(PY) -c 'import os, sysconfig; open(os.path.join(sysconfig.get_path("include"), "Python.h"))' 2>/dev/null
+
 # torch-scatter is compiled against the installed torch, so a new torch means a new build. The wheel
 # is kept in a pip cache of its own for each torch version; extensions are compiled two at a time.
 $(VENV)/compiler: $(VENV)/created
-	@$(PY) -c 'import os, sysconfig; open(os.path.join(sysconfig.get_path("include"), "Python.h"))' 2>/dev/null || { \
+	@$(HAS_HEADER) || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	    echo "==> Installing python3-dev: compiling torch-scatter needs Python.h." && \
+	    apt-get update -qq && \
+	    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends python3-dev >/dev/null; }; \
+	$(HAS_HEADER) || { \
 	    echo "torch-scatter cannot be compiled: Python.h is missing. On Debian: apt install python3-dev" >&2; exit 1; }
 	@command -v $${CXX:-g++} >/dev/null || { \
 	    echo "torch-scatter cannot be compiled: $${CXX:-g++} is missing. On Debian: apt install g++" >&2; exit 1; }
