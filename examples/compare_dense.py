@@ -26,10 +26,10 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch_geometric.utils import coalesce, remove_self_loops
 from tqdm import tqdm
-from training import integer
 
 from graphattn import Graph
 from graphattn.nn import GraphMultiheadAttention
+from training import integer
 
 KINDS = ("sparse", "dense")
 

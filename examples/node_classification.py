@@ -14,6 +14,7 @@ import argparse
 from typing import Any
 
 from ogbn_arxiv import load_or_exit
+
 from training import add_options, parse, train
 
 # Two layers that read the features as they are, small and heavily regularised: there are 20 labels

@@ -15,9 +15,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from training import add_options, parse, train
-
 from graphattn.data import load
+from training import add_options, parse, train
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:

@@ -5,10 +5,8 @@ import torch
 
 from graphattn import backends
 
-BACKENDS = ["eager", "scatter"]
 
-
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=backends.NAMES)
 def backend(request):
     reason = backends.missing(request.param)
     if reason is not None:

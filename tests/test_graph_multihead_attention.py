@@ -17,23 +17,23 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from graphattn import Graph
-from graphattn.backends import missing
 from graphattn.nn import GraphMultiheadAttention
 from graphattn.testing import zoo
+from parity import (
+    BACKENDS,
+    EDGE_INDEX,
+    TOLERANCE,
+    assert_equal_to,
+    assert_same_gradients,
+    leaf,
+)
 
-BACKENDS = ["eager", *(["scatter"] if missing("scatter") is None else [])]
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 SIZES = {"packed": {}, "kdim and vdim": {"kdim": 5, "vdim": 7}, "kdim": {"kdim": 5}}
-EDGE_INDEX = torch.tensor([[0, 1, 2, 0, 3, 3], [1, 2, 0, 2, 2, 0]])
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(21)
-
-
-def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, dtype=dtype, requires_grad=True)
 
 
 def torch_layer(
@@ -46,31 +46,6 @@ def torch_layer(
             if "bias" in name:
                 parameter.normal_()
     return layer
-
-
-def assert_equal_to(actual: Tensor, expected: Tensor, what: str = "") -> None:
-    torch.testing.assert_close(
-        actual,
-        expected,
-        rtol=TOLERANCE[expected.dtype],
-        atol=TOLERANCE[expected.dtype],
-        msg=lambda text: f"{what}: {text}",
-    )
-
-
-def assert_same_gradients(
-    ours: nn.Module, theirs: nn.Module, out: Tensor, expected: Tensor, leaves: list[Tensor]
-) -> None:
-    assert_equal_to(out, expected, "output")
-    weight = torch.randn_like(expected)
-    names = [name for name, _ in ours.named_parameters()]
-    assert names == [name for name, _ in theirs.named_parameters()]
-    found = torch.autograd.grad((out * weight).sum(), [*leaves, *ours.parameters()])
-    wanted = torch.autograd.grad((expected * weight).sum(), [*leaves, *theirs.parameters()])
-    for actual, gradient, name in zip(
-        found, wanted, [f"input {i}" for i in range(len(leaves))] + names, strict=True
-    ):
-        assert_equal_to(actual, gradient, f"gradient of {name}")
 
 
 def blocked_masks(num_dst: int, num_src: int) -> dict[str, Tensor]:

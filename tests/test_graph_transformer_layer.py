@@ -16,22 +16,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graphattn import Graph, dense_attention
-from graphattn.backends import missing
 from graphattn.nn import GraphTransformerLayer
+from parity import (
+    BACKENDS,
+    EDGE_INDEX,
+    TOLERANCE,
+    assert_equal_to,
+    assert_same_gradients,
+    leaf,
+)
 
-BACKENDS = ["eager", *(["scatter"] if missing("scatter") is None else [])]
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "function": torch.tanh, "module": nn.SiLU()}
-EDGE_INDEX = torch.tensor([[0, 1, 2, 0, 3, 3], [1, 2, 0, 2, 2, 0]])
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(31)
-
-
-def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, dtype=dtype, requires_grad=True)
 
 
 def torch_layer(
@@ -44,31 +44,6 @@ def torch_layer(
         for parameter in layer.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
     return layer
-
-
-def assert_equal_to(actual: Tensor, expected: Tensor, what: str = "") -> None:
-    torch.testing.assert_close(
-        actual,
-        expected,
-        rtol=TOLERANCE[expected.dtype],
-        atol=10.0 * TOLERANCE[expected.dtype],
-        msg=lambda text: f"{what}: {text}",
-    )
-
-
-def assert_same_gradients(
-    ours: nn.Module, theirs: nn.Module, out: Tensor, expected: Tensor, leaves: list[Tensor]
-) -> None:
-    assert_equal_to(out, expected, "output")
-    weight = torch.randn_like(expected)
-    names = [name for name, _ in ours.named_parameters()]
-    assert names == [name for name, _ in theirs.named_parameters()]
-    found = torch.autograd.grad((out * weight).sum(), [*leaves, *ours.parameters()])
-    wanted = torch.autograd.grad((expected * weight).sum(), [*leaves, *theirs.parameters()])
-    for actual, gradient, name in zip(
-        found, wanted, [f"input {i}" for i in range(len(leaves))] + names, strict=True
-    ):
-        assert_equal_to(actual, gradient, f"gradient of {name}")
 
 
 def complete(num_nodes: int) -> Graph:
