@@ -1,0 +1,89 @@
+"""What the tests of the operator share: its arguments, its gradients, and how to compare them."""
+
+import torch
+
+from graphattn import graph_attention
+from graphattn.testing import (
+    edge_reference,
+    zoo,
+)
+
+EXACT = {"rtol": 1e-10, "atol": 1e-10}
+ZOO = {case.name: case for case in zoo()}
+SMALL = {case.name: case for case in zoo(hub=50)}
+SHUFFLED, PARALLEL = ZOO["shuffled"], ZOO["parallel edges"]
+ISOLATED = ZOO["one edge, isolated nodes"]  # 0 -> 1 of 4 nodes
+
+
+SHAPES = {
+    "heads 1, dim 1": {"heads": 1, "dim": 1, "edge_dim": 1},
+    "dim 5, value 3": {"heads": 3, "dim": 5, "value_dim": 3},
+    "dim 5, edge features": {"heads": 3, "dim": 5, "edge_dim": 2},
+    "dim 20, grouped": {"heads": 4, "key_heads": 2, "dim": 20, "edge_dim": 3},
+    "dim 4, one key head, value 7": {"heads": 4, "key_heads": 1, "dim": 4, "value_dim": 7},
+    "dim 64": {"heads": 2, "dim": 64},
+    "dim 128": {"heads": 1, "dim": 128, "edge_dim": 2},
+    "dim 256": {"heads": 1, "dim": 256, "value_dim": 1},
+    "no bias": {"bias": False},
+    "leading 2": {"leading": (2,), "edge_dim": 3},
+    "leading 2 x 3, grouped": {"leading": (2, 3), "heads": 4, "key_heads": 2, "value_dim": 3},
+    "leading 2 x 1, bias too": {"leading": (2, 1), "bias_leading": True},
+    "leading 0": {"leading": (0,), "edge_dim": 2},
+}
+
+
+def tensors_for(
+    case,
+    *,
+    heads=2,
+    key_heads=None,
+    dim=4,
+    value_dim=None,
+    edge_dim=None,
+    leading=(),
+    bias=True,
+    bias_leading=False,
+    dtype=torch.float64,
+):
+    """Arguments of the operator by name, all of them leaves that ask for a gradient."""
+    key_heads = heads if key_heads is None else key_heads
+    num_edges = case.edge_index.size(1)
+    shapes = {
+        "query": (*leading, case.num_dst, heads, dim),
+        "key": (*leading, case.num_src, key_heads, dim),
+        "value": (*leading, case.num_src, key_heads, dim if value_dim is None else value_dim),
+    }
+    if bias:
+        shapes["bias"] = (*(leading if bias_leading else ()), num_edges, heads)
+    if edge_dim is not None:
+        shapes["edge_attr"] = (num_edges, edge_dim)
+        shapes["edge_weight"] = (heads, dim, edge_dim)
+    return {
+        name: torch.randn(shape, dtype=dtype, requires_grad=True) for name, shape in shapes.items()
+    }
+
+
+def run(function, tensors, graph, cotangent=None, **options):
+    """Output, and gradients of all tensors by name."""
+    out = function(graph=graph, **tensors, **options)
+    out = out[0] if isinstance(out, tuple) else out
+    if cotangent is None:
+        cotangent = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    grads = torch.autograd.grad(out, list(tensors.values()), cotangent.to(out.dtype))
+    return out.detach(), dict(zip(tensors, grads, strict=True))
+
+
+def assert_same(actual, expected, **tolerance):
+    torch.testing.assert_close(actual[0], expected[0], **tolerance, msg=lambda m: f"output: {m}")
+    for name, grad in expected[1].items():
+        torch.testing.assert_close(
+            actual[1][name], grad, **tolerance, msg=lambda m, name=name: f"grad of {name}: {m}"
+        )
+
+
+def assert_right(case, backend, tensors, **options):
+    graph = case.graph()
+    actual = run(graph_attention, tensors, graph, backend=backend, **options)
+    expected = run(edge_reference, tensors, graph, **options)
+    assert actual[0].isfinite().all()
+    assert_same(actual, expected, **EXACT)
