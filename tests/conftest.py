@@ -1,5 +1,7 @@
 """What every test starts from, and the backends that all of them run on."""
 
+import socket
+
 import pytest
 import torch
 
@@ -22,3 +24,19 @@ def _same_start():
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread():
     torch.set_num_threads(1)  # quickest for small tensors; a test that needs more says so
+
+
+@pytest.fixture(autouse=True)
+def _local_only(monkeypatch):
+    """No proxy of the machine, and no connection but to the machine itself."""
+    for variable in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(variable, raising=False)
+        monkeypatch.delenv(variable.upper(), raising=False)
+    connect = socket.socket.connect
+
+    def guarded(self, address):
+        if isinstance(address, tuple) and address[0] not in ("127.0.0.1", "localhost"):
+            raise AssertionError(f"connection to {address}")
+        return connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", guarded)

@@ -15,11 +15,10 @@ import numpy as np
 import pytest
 import torch
 
+from data_files import SHARED, needs_shared
 from graphattn.data import load
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-SHARED = Path(__file__).parent.parent.parent / "shared" / "data"
-needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../shared/data is absent")
 
 FOUR = {f"{name}_mask": np.array([True, True, True, True]) for name in ("train", "val", "test")}
 TINY = ("--hidden", "8", "--layers", "2", "--heads", "2")
