@@ -270,3 +270,22 @@ def test_mask_labels_at_the_ends_and_beyond():
     assert not hidden.any()
     with pytest.raises(ValueError, match=r"rate must be from 0 to 1, got 1\.5"):
         mask_labels(y, known, 1.5)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("options", [{}, {"feedforward": 16}])
+def test_c56_compiles_without_a_break_for_changing_sizes(options):
+    traced = []
+
+    def count(module, example_inputs):
+        traced.append(module)
+        return module.forward
+
+    torch._dynamo.reset()
+    model = GraphTransformer(8, 16, 3, 2, 4, **options)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=count)
+    for num_nodes, num_edges in ((5, 9), (3, 4), (7, 0), (20, 90)):
+        x, edge_index = torch.randn(num_nodes, 8), torch.randint(num_nodes, (2, num_edges))
+        torch.testing.assert_close(compiled(x, edge_index), model(x, edge_index))
+    torch._dynamo.reset()
+    assert len(traced) <= 3
