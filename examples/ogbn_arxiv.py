@@ -66,7 +66,7 @@ def load_or_exit(parser: argparse.ArgumentParser, args: argparse.Namespace) -> A
     try:
         return load(args.dataset, root=args.root, download=args.download)
     except (OSError, ImportError, ValueError) as error:
-        parser.error(str(error))
+        parser.error(str(error).replace("Pass download=True", "Pass --download"))
 
 
 def first_sentence(error: Exception) -> str:

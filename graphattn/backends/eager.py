@@ -22,7 +22,7 @@ from torch import Tensor
 __all__ = ["EdgeOperations"]
 
 # Elements of one gathered slice of edges: some MB, which a processor's cache holds.
-_SLICE_ELEMENTS = 1 << 22
+_SLICE_ELEMENTS = 1 << 20
 
 
 class EdgeOperations:
