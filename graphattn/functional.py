@@ -97,6 +97,7 @@ def graph_attention(
     _check_query_and_key(name, query, key)
     _check_value(name, query, key, value)
     graph = _as_graph(name, graph, query, key)
+    _check_device(name, graph.device, value=value)
     _check_edge_tensors(name, query, graph, bias, edge_attr, edge_weight)
     if edge_weight is not None and value.size(-1) != query.size(-1):
         raise ValueError(

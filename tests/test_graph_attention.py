@@ -463,6 +463,11 @@ REFUSALS = {
             r"graph\.to\('cpu'\)\."
         ),
     ),
+    "device of value": (
+        refusal(value=X.to("meta")),
+        ValueError,
+        r"value is on meta, but the graph is on cpu\. Move one of them, for example graph\.to\('meta'",
+    ),
     "shape of bias": (
         refusal(bias=torch.zeros(2)),
         ValueError,
