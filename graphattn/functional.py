@@ -226,7 +226,9 @@ def _edge_operations(backend: str, graph: Graph) -> composite.EdgeOperations:
 
 def _autocast(x: _T) -> _T:
     """``x`` in the dtype that autocast asks for; float64 stays, as in torch."""
-    if not isinstance(x, Tensor) or not torch.is_autocast_enabled(x.device.type):
+    if not isinstance(x, Tensor) or not torch.amp.is_autocast_available(x.device.type):
+        return x
+    if not torch.is_autocast_enabled(x.device.type):
         return x
     return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(x.device.type))
 

@@ -466,7 +466,7 @@ REFUSALS = {
     "device of value": (
         refusal(value=X.to("meta")),
         ValueError,
-        r"value is on meta, but the graph is on cpu\. Move one of them, for example graph\.to\('meta'",
+        r"value is on meta, but the graph is on cpu\. Move one of them",
     ),
     "shape of bias": (
         refusal(bias=torch.zeros(2)),
