@@ -11,6 +11,8 @@ _ROUNDS = 7
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
+# Numbers drawn at once: the generator goes over them a hundred times, which a cache makes quick.
+_SLICE_ELEMENTS = 1 << 18
 
 
 def draw_seed() -> Tensor:
@@ -38,6 +40,14 @@ def keep_mask(
     Returns:
         ``[E, batch, heads]`` bool.
     """
+    if torch.compiler.is_compiling():
+        return _keep(seed, edge_id, heads, dropout, batch)
+    step = max(1, _SLICE_ELEMENTS // max(1, batch * heads))
+    parts = [_keep(seed, part, heads, dropout, batch) for part in edge_id.split(step)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _keep(seed: Tensor, edge_id: Tensor, heads: int, dropout: float, batch: int) -> Tensor:
     device = edge_id.device
     groups = torch.arange(-(-heads // 4), device=device)
     rows = torch.arange(batch, device=device)

@@ -124,3 +124,11 @@ def test_seeds_follow_manual_seed():
     seeds = torch.stack([draw_seed() for _ in range(200)])
     assert (seeds < 0).any()
     assert (seeds > 0).any()
+
+
+def test_mask_of_many_edges_is_that_of_each():
+    seed, count = torch.tensor(3), 100_000  # drawn in several slices
+    edge_id = torch.arange(count)
+    mask = keep_mask(seed, edge_id, 6, 0.4, batch=2)
+    some = torch.tensor([0, 1, 21_844, 21_845, 50_000, count - 1])
+    assert torch.equal(mask[some], keep_mask(seed, some, 6, 0.4, batch=2))
