@@ -21,6 +21,7 @@ from torch_geometric.data import Data
 from graphattn import Graph
 from graphattn.data import load, to_networkx
 from graphattn.nn import GraphAttentionConv
+from training import integer
 
 FACTIONS = ("faction of Mr. Hi", "faction of the officer")
 COLORS = ("#3b6fb6", "#e08a1e")
@@ -116,9 +117,9 @@ def draw(data: Data, weights: Tensor, path: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Draw attention weights on the karate club.")
     parser.add_argument("--out", type=Path, default=Path("docs/images/karate.png"))
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--epochs", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--heads", type=integer(1), default=4)
+    parser.add_argument("--epochs", type=integer(1), default=300)
+    parser.add_argument("--seed", type=integer(0), default=0)
     args = parser.parse_args(argv)
     data = load("karate")
     weights, accuracy = train(data, heads=args.heads, epochs=args.epochs, seed=args.seed)

@@ -344,3 +344,16 @@ def test_installation_report(capsys):
     for word in ("graphattn ", "torch ", "torch-geometric ", "threads", "GPU", "backend eager"):
         assert word in out
     assert "backend auto     takes eager on CPU" in out
+
+
+def test_draw_attention(script, tmp_path, capsys):
+    path = tmp_path / "karate.png"
+    script("draw_attention").main(["--out", str(path), "--epochs", "100"])
+    out = capsys.readouterr().out
+    accuracy = float(out.split("not trained on: ")[1].split("%")[0])
+    assert accuracy > 80
+    assert "of attention" in out
+    assert path.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit):
+        script("draw_attention").main(["--heads", "0"])
+    assert "must be an integer of at least 1, got 0" in capsys.readouterr().err
