@@ -92,8 +92,10 @@ def graph_attention(
     torch.Size([3, 8, 8])
     """
     name = "graph_attention"
-    query, key, value = _autocast(query), _autocast(key), _autocast(value)
-    edge_attr, edge_weight = _autocast(edge_attr), _autocast(edge_weight)
+    _check_floating(name, query=query)
+    device = query.device.type
+    query, key, value = (_autocast(x, device) for x in (query, key, value))
+    edge_attr, edge_weight = _autocast(edge_attr, device), _autocast(edge_weight, device)
     _check_query_and_key(name, query, key)
     _check_value(name, query, key, value)
     graph = _as_graph(name, graph, query, key)
@@ -146,8 +148,10 @@ def attention_weights(
     tensor([0.5000, 0.5000, 1.0000])
     """
     name = "attention_weights"
-    query, key = _autocast(query), _autocast(key)
-    edge_attr, edge_weight = _autocast(edge_attr), _autocast(edge_weight)
+    _check_floating(name, query=query)
+    device = query.device.type
+    query, key = _autocast(query, device), _autocast(key, device)
+    edge_attr, edge_weight = _autocast(edge_attr, device), _autocast(edge_weight, device)
     _check_query_and_key(name, query, key)
     graph = _as_graph(name, graph, query, key)
     _check_edge_tensors(name, query, graph, bias, edge_attr, edge_weight)
@@ -224,13 +228,11 @@ def _edge_operations(backend: str, graph: Graph) -> composite.EdgeOperations:
 # Validation #######################################################################################
 
 
-def _autocast(x: _T) -> _T:
-    """``x`` in the dtype that autocast asks for; float64 stays, as in torch."""
-    if not isinstance(x, Tensor) or not torch.amp.is_autocast_available(x.device.type):
+def _autocast(x: _T, device: str) -> _T:
+    """``x`` in the dtype that autocast asks for on ``device``; float64 stays, as in torch."""
+    if not isinstance(x, Tensor) or not torch.is_autocast_enabled(device):
         return x
-    if not torch.is_autocast_enabled(x.device.type):
-        return x
-    return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(x.device.type))
+    return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device))
 
 
 def _check_floating(name: str, **tensors: Tensor) -> None:
@@ -254,7 +256,7 @@ def _check_device(name: str, device: torch.device, **tensors: Tensor) -> None:
 
 
 def _check_query_and_key(name: str, query: Tensor, key: Tensor) -> None:
-    _check_floating(name, query=query, key=key)
+    _check_floating(name, key=key)
     if query.dim() < 3:
         raise ValueError(
             f"{name}: query must have shape (*, num_dst, heads, head_dim), got "

@@ -23,10 +23,10 @@ def _once(compute: Callable[[Graph], _T]) -> Callable[[Graph], _T]:
 
     @wraps(compute)
     def kept(graph: Graph) -> _T:
-        if compute.__name__ not in graph.__dict__:
+        if compute.__name__ not in graph._kept:
             with torch.inference_mode(False):
-                graph.__dict__[compute.__name__] = compute(graph)
-        return graph.__dict__[compute.__name__]
+                graph._kept[compute.__name__] = compute(graph)
+        return graph._kept[compute.__name__]
 
     return kept
 
@@ -86,6 +86,7 @@ class Graph:
     dst_ptr: Tensor
     src_index: Tensor
     edge_id: Tensor | None
+    _kept: dict[str, Any]
 
     def __init__(
         self,
@@ -109,14 +110,14 @@ class Graph:
         src_index: Tensor,
         edge_id: Tensor | None,
     ) -> None:
-        self.__dict__.update(
-            num_src=num_src,
-            num_dst=num_dst,
-            num_edges=src_index.numel(),
-            dst_ptr=dst_ptr,
-            src_index=src_index,
-            edge_id=edge_id,
-        )
+        # Item by item, which compilers can trace.
+        self.__dict__["num_src"] = num_src
+        self.__dict__["num_dst"] = num_dst
+        self.__dict__["num_edges"] = src_index.numel()
+        self.__dict__["dst_ptr"] = dst_ptr
+        self.__dict__["src_index"] = src_index
+        self.__dict__["edge_id"] = edge_id
+        self.__dict__["_kept"] = {}
 
     # Other ways in ################################################################################
 
@@ -304,9 +305,9 @@ class Graph:
         with torch.inference_mode(False):
             edge_id = None if self.edge_id is None else self.edge_id.to(device)
             dst_ptr, src_index = self.dst_ptr.to(device), self.src_index.to(device)
-            if "_by_source" in self.__dict__:
-                graph.__dict__["_by_source"] = tuple(x.to(device) for x in self._by_source)
-        graph._set(self.num_src, self.num_dst, dst_ptr, src_index, edge_id)
+            graph._set(self.num_src, self.num_dst, dst_ptr, src_index, edge_id)
+            if "_by_source" in self._kept:
+                graph._kept["_by_source"] = tuple(x.to(device) for x in self._by_source)
         return graph
 
     @property

@@ -286,6 +286,16 @@ def test_c56_compiles_without_a_break_for_changing_sizes(options):
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=count)
     for num_nodes, num_edges in ((5, 9), (3, 4), (7, 0), (20, 90)):
         x, edge_index = torch.randn(num_nodes, 8), torch.randint(num_nodes, (2, num_edges))
-        torch.testing.assert_close(compiled(x, edge_index), model(x, edge_index))
+        x.requires_grad_()
+        out, expected = compiled(x, edge_index), model(x, edge_index)
+        torch.testing.assert_close(out, expected)
+        leaves = [x, *model.parameters()]
+        weight = torch.randn_like(out)
+        for actual, gradient in zip(
+            torch.autograd.grad(out, leaves, weight, allow_unused=True),
+            torch.autograd.grad(expected, leaves, weight, allow_unused=True),
+            strict=True,
+        ):
+            torch.testing.assert_close(actual, gradient)
     torch._dynamo.reset()
     assert len(traced) <= 3

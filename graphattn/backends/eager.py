@@ -164,7 +164,8 @@ class _EdgeSoftmax(torch.autograd.Function):
         weight = (score - top.index_select(0, dst)).exp_()
         total = score.new_zeros(shape).index_add_(0, dst, weight)
         total.masked_fill_(total == 0.0, 1.0)
-        return weight.div_(total.index_select(0, dst))
+        # Not in place: torch.compile of torch 2.11 would save what the weight was before.
+        return weight / total.index_select(0, dst)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
