@@ -163,6 +163,8 @@ def prepare(data: Data, args: argparse.Namespace) -> tuple[Data, Graph]:
     """The features as asked for and the graph to attend along; says what was done."""
     if "y" not in data:
         raise SystemExit(f"error: {data.name} has no labels to learn")
+    if not data.train_mask.any(dim=0).all():
+        raise SystemExit(f"error: {data.name} has a split without training nodes")
     stored = data.edge_index.size(1)
     edge_index = data.edge_index if args.directed else to_undirected(data.edge_index)
     graph = Graph(edge_index, data.num_nodes)
@@ -252,8 +254,8 @@ class Run:
         train = self.masks["train"]
         labels, hidden = None, train
         if self.args.label_rate > 0.0:
-            labels, hidden = mask_labels(self.data.y, train, self.args.label_rate)
-            while not hidden.any():  # nothing left to predict
+            hidden = torch.zeros_like(train)
+            while not hidden.any():  # something must be left to predict
                 labels, hidden = mask_labels(self.data.y, train, self.args.label_rate)
         out = self.model(self.data.x, self.graph, labels=labels)[hidden]
         target = self.data.y[hidden]
@@ -286,10 +288,6 @@ class Run:
         self.seconds.append(time.perf_counter() - start)
         self.history.append({"loss": loss, **self.evaluate()})
         return self.history[-1]
-
-    def best(self) -> dict[str, float]:
-        """The epoch with the highest validation metric, the first of equals."""
-        return max(self.history, key=lambda epoch: epoch["val"])
 
     def state(self) -> dict[str, Any]:
         return {
@@ -385,7 +383,7 @@ def run_all(
                 {"seed": args.seed + index, "history": run.history, "seconds": run.seconds}
             )
             checkpoint.save(finished, None, force=True)
-            bar.write(run_summary(index, run.best()), file=sys.stdout)
+            bar.write(run_summary(index, best_epoch(run.history)), file=sys.stdout)
     return finished
 
 
@@ -446,6 +444,11 @@ def epoch_line(run: int, epoch: int, metrics: dict[str, float]) -> str:
     )
 
 
+def best_epoch(history: list[dict[str, float]]) -> dict[str, float]:
+    """The epoch with the highest validation metric, the first of equals."""
+    return max(history, key=lambda epoch: epoch["val"])
+
+
 def run_summary(run: int, best: dict[str, float]) -> str:
     return (
         f"Run {run + 1:02d}:\n"
@@ -462,7 +465,7 @@ def summarise(
     parameters: int,
     finished: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    best = [max(run["history"], key=lambda epoch: epoch["val"]) for run in finished]
+    best = [best_epoch(run["history"]) for run in finished]
     numbers = {}
     for name in ("val", "train", "test"):
         values = [100 * epoch[name] for epoch in best]

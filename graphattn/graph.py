@@ -439,7 +439,7 @@ def _arrays_by_target(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """``(dst_ptr, src_index, edge_id)``; none of them is the caller's memory."""
     plain = edge_index.as_tensor() if isinstance(edge_index, EdgeIndex) else edge_index
-    # Contiguous, because the conversion to pointers takes no notice of strides.
+    # Contiguous rows, whatever the caller's strides: searchsorted copies and warns otherwise.
     src, dst = plain.to(torch.int64).contiguous().unbind(0)
     tracing = torch.compiler.is_compiling()
     if validate and not tracing:

@@ -135,6 +135,10 @@ def test_several_labels_a_node_and_none(script, tmp_path, capsys):
     result = script("node_classification").main([*arguments, *TINY])
     assert result["metric"] == "rocauc"
     assert result["inputs"] == "degrees"
+    masks = {**FOUR, "train_mask": np.zeros(4, dtype=bool)}
+    np.savez(tmp_path / "idle.npz", edge_index=edge_index, y=np.arange(4), **masks)
+    with pytest.raises(SystemExit, match="idle has a split without training nodes"):
+        script("node_classification").main(["--dataset", "idle", "--root", str(tmp_path)])
     np.savez(tmp_path / "bare.npz", edge_index=edge_index, num_nodes=4)
     with pytest.raises(SystemExit, match="bare has no labels to learn"):
         script("node_classification").main(["--dataset", "bare", "--root", str(tmp_path)])

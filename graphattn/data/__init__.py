@@ -118,8 +118,8 @@ def load(name: str, *, root: str | Path = "datasets", download: bool = False) ->
         return synthetic_arxiv(num_nodes=int(sized[1]))
     if name in HETEROGENEOUS:
         raise ValueError(
-            f"load: {name!r} is not supported: {HETEROGENEOUS[name]}. "
-            "Use torch_geometric.datasets.OGB_MAG or ogb's own loader."
+            f"load: {name!r} is not supported: {HETEROGENEOUS[name]}. Use "
+            "torch_geometric.datasets.OGB_MAG or ogb's own loader."
         )
     is_plain = re.fullmatch(r"\w[\w.+-]*", name) is not None  # no path, so nothing outside root
     archive = folder / f"{name}.npz"
@@ -128,8 +128,8 @@ def load(name: str, *, root: str | Path = "datasets", download: bool = False) ->
     if name not in OGB and name not in SOURCES:
         found = sorted(path.stem for path in folder.glob("*.npz"))
         raise ValueError(
-            f"load: unknown data set {name!r}. Known: {', '.join(known())}. "
-            f"Archives in {folder}: {', '.join(found) if found else 'none'}."
+            f"load: unknown data set {name!r}. Known: {', '.join(known())}. Archives in {folder}: "
+            f"{', '.join(found) if found else 'none'}."
         )
     looked_at = [str(archive)]
     if name in OGB:
@@ -141,8 +141,8 @@ def load(name: str, *, root: str | Path = "datasets", download: bool = False) ->
         return read_archive(prepare(name, folder))
     raise FileNotFoundError(
         f"load: {name!r} is not here: looked for "
-        f"{' and '.join(looked_at)}.{stale_cache(name, folder)} "
-        f"Pass download=True, or run: python datasets/prepare.py {name}"
+        f"{' and '.join(looked_at)}.{stale_cache(name, folder)} Pass download=True, or run: python "
+        f"datasets/prepare.py {name}"
     )
 
 

@@ -97,8 +97,7 @@ def read_arrays(path: Path, keys: Iterable[str] | None = None) -> dict[str, Arra
     except DAMAGED as error:
         raise ValueError(
             f"load: {path} is damaged, or is no archive of arrays ({type(error).__name__}: "
-            f"{error}). "
-            "Delete it and get it again."
+            f"{error}). Delete it and get it again."
         ) from error
 
 
@@ -207,8 +206,8 @@ def assemble(
     if edge_attr is not None:
         if edge_attr.shape[:1] != edge_index.shape[1:]:
             raise ValueError(
-                f"load: {source}: edge_attr must have one row per edge, {edge_index.shape[1]}, "
-                f"got shape {edge_attr.shape}."
+                f"load: {source}: edge_attr must have one row per edge, {edge_index.shape[1]}, got "
+                f"shape {edge_attr.shape}."
             )
         data.edge_attr = _tensor(edge_attr, torch.float32)
         if data.edge_attr.dim() == 1:
@@ -264,8 +263,8 @@ def _set_labels(
         return
     if not np.issubdtype(y.dtype, np.integer):
         raise ValueError(
-            f"load: {source}: labels of one task must be integers, got {y.dtype}. "
-            "Store several binary tasks as y of shape (num_nodes, num_tasks)."
+            f"load: {source}: labels of one task must be integers, got {y.dtype}. Store several "
+            "binary tasks as y of shape (num_nodes, num_tasks)."
         )
     largest = int(y.max(initial=-1))
     if num_classes is None:
@@ -286,8 +285,8 @@ def _count_nodes(arrays: Mapping[str, Array], x: Array | None, path: Path) -> in
         if array is not None:
             return int(array.shape[0])
     raise ValueError(
-        f"load: {path}: the number of nodes is unknown: the archive needs x, y or num_nodes. "
-        "It is not guessed from the largest index, which would lose isolated last nodes."
+        f"load: {path}: the number of nodes is unknown: the archive needs x, y or num_nodes. It is "
+        "not guessed from the largest index, which would lose isolated last nodes."
     )
 
 
@@ -312,11 +311,9 @@ def dense_features(arrays: Mapping[str, Array], source: str) -> Array:
     size = rows * columns * 4
     if size > DENSE_LIMIT:
         raise ValueError(
-            f"load: {source}: features of shape ({rows}, {columns}) take {size / 2**30:.1f} GiB "
-            "as a dense "
-            f"matrix, more than the {DENSE_LIMIT / 2**30:.1f} GiB allowed. Read x_indptr and "
-            "x_indices with "
-            "numpy.load and reduce the features first."
+            f"load: {source}: features of shape ({rows}, {columns}) take {size / 2**30:.1f} GiB as "
+            f"a dense matrix, more than the {DENSE_LIMIT / 2**30:.1f} GiB allowed. Read x_indptr "
+            "and x_indices with numpy.load and reduce the features first."
         )
     values = arrays.get("x_data", np.ones(indices.shape, dtype=np.float32))
     if (
@@ -340,8 +337,7 @@ def _stored_splits(arrays: Mapping[str, Array], path: Path) -> dict[str, Array] 
         if not np.isin(code, (0, 1, 2, 3)).all():
             raise ValueError(
                 f"load: {path}: split_code must hold 1 (train), 2 (validation), 3 (test) or 0 "
-                "(none), "
-                f"got {sorted(set(np.unique(code).tolist()) - {0, 1, 2, 3})}."
+                f"(none), got {sorted(set(np.unique(code).tolist()) - {0, 1, 2, 3})}."
             )
         return {key: code == i for i, key in enumerate(SPLITS, start=1)}
     present = [key for key in SPLITS if f"{key}_mask" in arrays]
@@ -349,7 +345,7 @@ def _stored_splits(arrays: Mapping[str, Array], path: Path) -> dict[str, Array] 
         return None
     if len(present) < len(SPLITS):
         raise ValueError(
-            f"load: {path} has {', '.join(f'{key}_mask' for key in present)} only; "
-            "it needs train_mask, val_mask and test_mask, or none of them."
+            f"load: {path} has {', '.join(f'{key}_mask' for key in present)} only; it needs "
+            "train_mask, val_mask and test_mask, or none of them."
         )
     return {key: arrays[f"{key}_mask"].T for key in SPLITS}

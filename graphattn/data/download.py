@@ -46,17 +46,16 @@ def fetch(url: str, path: Path, *, sha256: str | None = None) -> Path:
             break
         if left == 0 or _size(part) <= before:
             raise ConnectionError(
-                f"download: {url} broke off after {_size(part)} bytes ({reason}). "
-                f"They are kept in {part}: run it again to fetch the rest."
+                f"download: {url} broke off after {_size(part)} bytes ({reason}). They are kept in "
+                f"{part}: run it again to fetch the rest."
             )
     if sha256 is not None:
         got = checksum(part)
         if got != sha256:
             part.unlink()
             raise ValueError(
-                f"download: {url} has SHA-256 {got}, expected {sha256}. It was removed: try "
-                "again, and if "
-                "that does not help, the file was changed at its source or on the way."
+                f"download: {url} has SHA-256 {got}, expected {sha256}. It was removed: try again, "
+                "and if that does not help, the file was changed at its source or on the way."
             )
     os.replace(part, path)
     return path

@@ -44,7 +44,7 @@ def evaluate(metric: str, prediction: Tensor, target: Tensor) -> float:
         raise ValueError(f"evaluate: metric must be 'accuracy' or 'rocauc', got {metric!r}.")
     if prediction.dim() == 0 or target.dim() == 0 or prediction.size(0) != target.size(0):
         raise ValueError(
-            f"evaluate: prediction and target must have one row per node each, got shapes "
+            "evaluate: prediction and target must have one row per node each, got shapes "
             f"{tuple(prediction.shape)} and {tuple(target.shape)}."
         )
     if target.size(0) == 0:
@@ -73,16 +73,16 @@ def _accuracy(prediction: Tensor, target: Tensor) -> float:
         if prediction.dim() != 2 or prediction.size(1) < 2:
             raise ValueError(
                 "evaluate: accuracy needs logits of shape (num_nodes, num_classes) with "
-                "num_classes >= 2, "
-                f"or integer classes, got {prediction.dtype} of shape {tuple(prediction.shape)}."
+                f"num_classes >= 2, or integer classes, got {prediction.dtype} of shape "
+                f"{tuple(prediction.shape)}."
             )
         prediction = prediction.argmax(dim=-1)
     elif prediction.dim() == 2 and prediction.size(1) == 1:
         prediction = prediction[:, 0]
     if prediction.dim() != 1:
         raise ValueError(
-            "evaluate: accuracy needs integer classes of shape (num_nodes,), "
-            f"got {tuple(prediction.shape)}. Logits must be floating point."
+            "evaluate: accuracy needs integer classes of shape (num_nodes,), got "
+            f"{tuple(prediction.shape)}. Logits must be floating point."
         )
     return float((prediction == target.to(prediction.device)).double().mean())
 
@@ -107,10 +107,9 @@ def _rocauc(prediction: Tensor, target: Tensor) -> float:
     undefined = np.flatnonzero((positives == 0) | (positives == known.sum(axis=0)))
     if undefined.size > 0:
         raise ValueError(
-            f"evaluate: rocauc is undefined for {undefined.size} of {labels.shape[1]} tasks, "
-            "which have no "
-            f"positive or no negative node: {', '.join(map(str, undefined[:10]))}"
-            f"{' and more' if undefined.size > 10 else ''}."
+            f"evaluate: rocauc is undefined for {undefined.size} of {labels.shape[1]} tasks, which "
+            "have no positive or no negative node: "
+            f"{', '.join(map(str, undefined[:10]))}{' and more' if undefined.size > 10 else ''}."
         )
     areas = [_area(scores[known[:, t], t], labels[known[:, t], t]) for t in range(labels.shape[1])]
     return float(np.mean(areas))

@@ -211,8 +211,8 @@ def _column(
     if missing and fill is None:
         raise ValueError(
             f"from_networkx: {kind} attribute {name!r} is missing on {len(missing)} of "
-            f"{len(owners)} {kind}s: "
-            f"{_listing(owners[i] for i in missing)}. Set it there, or pass fill=0.0."
+            f"{len(owners)} {kind}s: {_listing(owners[i] for i in missing)}. Set it there, or pass "
+            "fill=0.0."
         )
     rows = {
         i: _numbers(kind, name, owners[i], values[name])
@@ -224,8 +224,7 @@ def _column(
     if uneven:
         raise ValueError(
             f"from_networkx: {kind} attribute {name!r} must have one size; it is {width} on the "
-            f"first {kind} but not "
-            f"on {_listing(owners[i] for i in uneven)}."
+            f"first {kind} but not on {_listing(owners[i] for i in uneven)}."
         )
     block = np.full((len(owners), width), 0.0 if fill is None else fill, dtype=np.float32)
     for i, row in rows.items():
@@ -244,8 +243,8 @@ def _numbers(kind: str, name: Any, owner: Any, value: Any) -> np.ndarray[Any, np
     if array.dtype.kind not in "biuf" or array.ndim > 1:
         raise TypeError(
             f"from_networkx: {kind} attribute {name!r} must be a number or a flat sequence of "
-            "numbers, but on "
-            f"{owner!r} it is {value!r} ({type(value).__name__}). Encode it as numbers first."
+            f"numbers, but on {owner!r} it is {value!r} ({type(value).__name__}). Encode it as "
+            "numbers first."
         )
     return array.reshape(-1).astype(np.float32)
 
@@ -261,8 +260,7 @@ def _num_nodes(data: Data, nodes: Sequence[Hashable] | None) -> int:
     if num_nodes is None:
         raise ValueError(
             "to_networkx: the number of nodes is unknown. Set data.num_nodes or pass nodes; it is "
-            "not guessed "
-            "from the largest index, which would lose isolated last nodes."
+            "not guessed from the largest index, which would lose isolated last nodes."
         )
     return num_nodes
 
@@ -277,9 +275,8 @@ def _columns(
         if not isinstance(value, Tensor) or value.dim() == 0 or value.size(0) != length:
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
-                f"to_networkx: {kind} attribute {name!r} must be a tensor with one row per "
-                f"{kind}, {length}, "
-                f"got {found if value is not None else 'no such field'}."
+                f"to_networkx: {kind} attribute {name!r} must be a tensor with one row per {kind}, "
+                f"{length}, got {found if value is not None else 'no such field'}."
             )
         columns[name] = value.detach().cpu().tolist()
     return columns
@@ -295,7 +292,7 @@ def _join(
     single = [(u, v) for (u, v), ids in waiting.items() if len(waiting.get((v, u), ())) < len(ids)]
     if single:
         raise ValueError(
-            f"to_networkx: undirected=True needs every edge in both directions; without reverse: "
+            "to_networkx: undirected=True needs every edge in both directions; without reverse: "
             f"{_listing((labels[u], labels[v]) for u, v in single)}."
         )
     kept: list[int] = []
@@ -311,8 +308,7 @@ def _join(
     if unequal:
         raise ValueError(
             "to_networkx: undirected=True needs equal attributes in both directions; they differ "
-            "for "
-            f"{_listing(unequal)}."
+            f"for {_listing(unequal)}."
         )
     kept.sort()
     return [pairs[i] for i in kept], {

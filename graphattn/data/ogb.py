@@ -95,8 +95,7 @@ def stale_cache(name: str, root: Path) -> str:
     if name in OGB and cache.is_dir() and any(cache.iterdir()):
         return (
             f" {cache} holds ogb's cache of pickled objects, which torch >= 2.6 refuses to load "
-            "and which is "
-            "not read: the csv.gz files are needed."
+            "and which is not read: the csv.gz files are needed."
         )
     return ""
 
@@ -151,8 +150,7 @@ def read_raw(name: str, root: Path) -> Data:
     if missing:
         raise FileNotFoundError(
             f"load: {name!r} in {folder} is incomplete, it lacks {', '.join(missing)}. Add the "
-            "files, or "
-            f"move the folder away and run: python datasets/prepare.py {name}"
+            f"files, or move the folder away and run: python datasets/prepare.py {name}"
         )
     num_nodes = int(_read_csv(raw / "num-node-list.csv.gz", np.int64)[0, 0])
     num_edges = int(_read_csv(raw / "num-edge-list.csv.gz", np.int64)[0, 0])
@@ -235,8 +233,8 @@ def download_ogb(name: str, root: Path) -> Data:
         except (ValueError, zipfile.BadZipFile, zlib.error, EOFError) as error:
             archive.unlink()
             raise ValueError(
-                f"download: {entry['url']} is damaged or not the official set ({error}). "
-                "It was removed: try again."
+                f"download: {entry['url']} is damaged or not the official set ({error}). It was "
+                "removed: try again."
             ) from error
         os.replace(official, folder)
     archive.unlink()
@@ -375,8 +373,8 @@ def _build(
         nodes = split[theirs]
         if nodes.size > 0 and (nodes.min() < 0 or nodes.max() >= num_nodes):
             raise ValueError(
-                f"load: {source}: the {theirs} split must hold nodes 0..{num_nodes - 1}, "
-                f"got {nodes.min()}..{nodes.max()}."
+                f"load: {source}: the {theirs} split must hold nodes 0..{num_nodes - 1}, got "
+                f"{nodes.min()}..{nodes.max()}."
             )
         splits[key] = np.zeros(num_nodes, dtype=bool)
         splits[key][nodes] = True

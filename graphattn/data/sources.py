@@ -69,8 +69,8 @@ def prepare(name: str, root: Path) -> Path:
     if (data.num_nodes, edges) != (source.nodes, source.edges):
         raise ValueError(
             f"prepare: {source.address} has {data.num_nodes} nodes and {edges} symmetrised edges, "
-            "expected "
-            f"{source.nodes} and {source.edges}: it is not the set that results are published for."
+            f"expected {source.nodes} and {source.edges}: it is not the set that results are "
+            "published for."
         )
     return write_archive(archive, data)
 

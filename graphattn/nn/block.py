@@ -117,7 +117,6 @@ class GraphTransformerLayer(nn.Module):
         ).to(weight.device, weight.dtype)
         layer.load_state_dict(module.state_dict())
         # Each has its own, which may have been changed since construction.
-        layer.self_attn.dropout = module.self_attn.dropout
         layer.dropout1.p, layer.dropout2.p = module.dropout1.p, module.dropout2.p
         layer.norm2.eps = module.norm2.eps
         return layer.train(module.training)
