@@ -41,7 +41,7 @@ def main() -> None:
     rows.append(
         (
             "backend auto",
-            f"takes {backends.choose('auto', torch.device('cpu'), function='')} on CPU",
+            f"takes {backends.choose('auto', torch.device('cpu'), torch.float32, function='')} on CPU",
         )
     )
     width = max(len(name) for name, _ in rows)

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from graphattn import backends
+from graphattn import _ops, backends
 from graphattn.backends import composite
 from graphattn.dropout import draw_seed
 from graphattn.graph import Graph
@@ -64,8 +64,8 @@ def graph_attention(
             function of a seed drawn from torch's CPU generator, the edge and the head, and so is
             the same for every backend.
         scale: Factor on the dot products. Default ``1 / sqrt(D)``.
-        backend: ``"auto"``, ``"eager"`` or ``"scatter"``. Only ``"auto"`` may choose: any other
-            value runs or raises.
+        backend: ``"auto"``, ``"eager"``, ``"scatter"`` or ``"cpu"``. Only ``"auto"`` may choose:
+            any other value runs or raises.
 
     Returns:
         ``[*, N_dst, H, Dv]`` in the query's dtype.
@@ -108,20 +108,19 @@ def graph_attention(
         )
     if not 0.0 <= dropout <= 1.0:
         raise ValueError(f"{name}: dropout must be a probability from 0 to 1, got {dropout}.")
-    with torch.autocast(query.device.type, enabled=False):
-        return composite.attention(
-            _edge_operations(backends.choose(backend, query.device, function=name), graph),
-            graph.edge_id,
-            query,
-            key,
-            value,
-            bias,
-            edge_attr,
-            edge_weight,
-            draw_seed() if dropout > 0.0 else None,
-            scale=1.0 / math.sqrt(query.size(-1)) if scale is None else scale,
-            dropout=dropout,
-        )
+    out = _attention(
+        backends.choose(backend, query.device, query.dtype, function=name),
+        query,
+        key,
+        value,
+        graph,
+        bias,
+        edge_attr,
+        edge_weight,
+        1.0 / math.sqrt(query.size(-1)) if scale is None else scale,
+        dropout,
+    )
+    return out if out.dtype == query.dtype else out.to(query.dtype)
 
 
 def attention_weights(
@@ -155,17 +154,19 @@ def attention_weights(
     _check_query_and_key(name, query, key)
     graph = _as_graph(name, graph, query, key)
     _check_edge_tensors(name, query, graph, bias, edge_attr, edge_weight)
-    with torch.autocast(query.device.type, enabled=False):
-        return composite.attention_weights(
-            _edge_operations(backends.choose(backend, query.device, function=name), graph),
-            graph.edge_id,
-            query,
-            key,
-            bias,
-            edge_attr,
-            edge_weight,
-            scale=1.0 / math.sqrt(query.size(-1)) if scale is None else scale,
-        )
+    weights = _attention(
+        backends.choose(backend, query.device, query.dtype, function=name),
+        query,
+        key,
+        None,
+        graph,
+        bias,
+        edge_attr,
+        edge_weight,
+        1.0 / math.sqrt(query.size(-1)) if scale is None else scale,
+        0.0,
+    )
+    return weights if weights.dtype == query.dtype else weights.to(query.dtype)
 
 
 def edge_softmax(scores: Tensor, graph: Graph, *, backend: str = "auto") -> Tensor:
@@ -205,12 +206,64 @@ def edge_softmax(scores: Tensor, graph: Graph, *, backend: str = "auto") -> Tens
             f"{tuple(scores.shape)}."
         )
     _check_device(name, graph.device, scores=scores)
-    with torch.autocast(scores.device.type, enabled=False):
-        return composite.edge_softmax(
-            _edge_operations(backends.choose(backend, scores.device, function=name), graph),
+    chosen = backends.choose(backend, scores.device, scores.dtype, function=name)
+    if scores.numel() == 0:
+        return scores.clone()
+    # The weights of attention whose scores are all bias: every column is a head of no channels.
+    columns = scores.flatten(1) if scores.dim() > 1 else scores.unsqueeze(1)
+    query, key = (columns.new_empty(n, columns.size(1), 0) for n in (graph.num_dst, graph.num_src))
+    weights = _attention(chosen, query, key, None, graph, columns, None, None, 1.0, 0.0)
+    return weights.view(scores.shape).to(scores.dtype)
+
+
+def _attention(
+    backend: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    graph: Graph,
+    bias: Tensor | None,
+    edge_attr: Tensor | None,
+    edge_weight: Tensor | None,
+    scale: float,
+    dropout: float,
+) -> Tensor:
+    """The output, or the weights where there is no ``value``: the one way to every backend."""
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
+            return _attention(
+                backend, query, key, value, graph, bias, edge_attr, edge_weight, scale, dropout
+            )
+    seed = draw_seed() if dropout > 0.0 else None
+    if edge_attr is None or edge_weight is None:
+        query_edge = edge_weight = None
+    else:
+        empty = graph.in_degree() == 0
+        query_edge = composite.project_query(query, edge_weight, empty)
+    inputs = (query, key, value, bias, query_edge, edge_attr)
+    if backend == "cpu":
+        out, mixed, _ = _ops.attention(*inputs, *_arrays(graph, inputs), seed, scale, dropout)
+    else:
+        out, mixed = composite.attention(
+            _edge_operations(backend, graph),
             graph.edge_id,
-            scores,
+            *inputs,
+            seed,
+            scale=scale,
+            dropout=dropout,
         )
+    if edge_weight is None or value is None or mixed is None:
+        return out
+    return composite.add_mixed(out, mixed, edge_weight, empty)
+
+
+def _arrays(graph: Graph, inputs: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """The graph as the operators take it; sorted by source only if a gradient will need that."""
+    by_target = (graph.dst_ptr, graph.src_index, graph.edge_id)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        return *by_target, graph.src_ptr, graph.dst_index, graph.edge_id_by_src
+    return *by_target, None, None, None
 
 
 def _edge_operations(backend: str, graph: Graph) -> composite.EdgeOperations:

@@ -13,6 +13,8 @@ from torch_geometric import EdgeIndex
 from torch_geometric.utils import is_torch_sparse_tensor
 from torch_geometric.utils.sparse import ptr2index
 
+from graphattn import _native
+
 __all__ = ["Graph"]
 
 _T = TypeVar("_T")
@@ -24,11 +26,19 @@ def _once(compute: Callable[[Graph], _T]) -> Callable[[Graph], _T]:
     @wraps(compute)
     def kept(graph: Graph) -> _T:
         if compute.__name__ not in graph._kept:
-            with torch.inference_mode(False):
-                graph._kept[compute.__name__] = compute(graph)
+            graph._kept[compute.__name__] = _lasting(compute, graph)
         return graph._kept[compute.__name__]
 
     return kept
+
+
+def _lasting(compute: Callable[..., _T], *arguments: Any) -> _T:
+    """What a graph keeps outlives the ``inference_mode`` or ``torch.func`` call it is made in."""
+    with torch.inference_mode(False):
+        if torch.compiler.is_compiling():
+            return compute(*arguments)
+        with torch._C._DisableFuncTorch():
+            return compute(*arguments)
 
 
 class Graph:
@@ -97,10 +107,11 @@ class Graph:
     ) -> None:
         _check_edge_index(edge_index)
         num_src, num_dst = _resolve_num_nodes(edge_index, num_nodes)
-        # A graph made in evaluation may be used in training: no inference tensors in it.
-        with torch.inference_mode(False):
-            arrays = _arrays_by_target(edge_index, num_src, num_dst, validate)
-        self._set(num_src, num_dst, *arrays)
+        self._set(
+            num_src,
+            num_dst,
+            *_lasting(_arrays_by_target, edge_index, num_src, num_dst, validate),
+        )
 
     def _set(
         self,
@@ -270,6 +281,9 @@ class Graph:
     @property
     @_once
     def _by_source(self) -> tuple[Tensor, Tensor, Tensor]:
+        tracing = torch.compiler.is_compiling()
+        if not tracing and self.device.type == "cpu" and _native.missing() is None:
+            return _native.sort_by_source(self.dst_ptr, self.src_index, self.edge_id, self.num_src)
         src, order = torch.sort(self.src_index, stable=True)
         edge_id_by_src = order if self.edge_id is None else self.edge_id[order]
         return _pointers(src, self.num_src), self.target[order], edge_id_by_src
@@ -439,19 +453,28 @@ def _arrays_by_target(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """``(dst_ptr, src_index, edge_id)``; none of them is the caller's memory."""
     plain = edge_index.as_tensor() if isinstance(edge_index, EdgeIndex) else edge_index
-    # Contiguous rows, whatever the caller's strides: searchsorted copies and warns otherwise.
+    # Contiguous rows, whatever the caller's strides.
     src, dst = plain.to(torch.int64).contiguous().unbind(0)
-    tracing = torch.compiler.is_compiling()
-    if validate and not tracing:
-        _check_range(src, num_src, side="source", row=0)
-        _check_range(dst, num_dst, side="target", row=1)
-        if isinstance(edge_index, EdgeIndex) and edge_index.is_sorted:
-            _check_sorted(src if edge_index.is_sorted_by_row else dst, edge_index.sort_order)
-
-    lent = _lent_by_edge_index(edge_index, num_src, num_dst)
-    if lent is not None:
-        return lent
-    if not tracing and _is_sorted(dst):
+    lends = (
+        isinstance(edge_index, EdgeIndex)
+        and edge_index.is_sorted
+        and edge_index.sparse_size() == (num_src, num_dst)
+    )
+    # While a compiler traces, nothing may depend on what is in a tensor.
+    tracing, in_order = torch.compiler.is_compiling(), False
+    native = not tracing and src.device.type == "cpu" and _native.missing() is None
+    if not tracing and (validate or not lends):
+        *bounds, in_order = (_native.scan_edges if native else _scan_edges)(src, dst)
+        if validate:
+            _check_range(*bounds[:2], num_src, side="source", row=0)
+            _check_range(*bounds[2:], num_dst, side="target", row=1)
+            if isinstance(edge_index, EdgeIndex) and edge_index.is_sorted:
+                _check_sorted(src if edge_index.is_sorted_by_row else dst, edge_index.sort_order)
+    if lends:
+        return _lent_by(edge_index)
+    if native:
+        return _native.sort_by_target(src, dst, num_dst, in_order=in_order)
+    if in_order:
         return _pointers(dst, num_dst), src.clone(), None
     dst, edge_id = torch.sort(dst, stable=True)
     return _pointers(dst, num_dst), src[edge_id], edge_id
@@ -462,16 +485,8 @@ def _pointers(index: Tensor, size: int) -> Tensor:
     return torch.searchsorted(index, torch.arange(size + 1, device=index.device))
 
 
-def _lent_by_edge_index(
-    edge_index: Tensor, num_src: int, num_dst: int
-) -> tuple[Tensor, Tensor, Tensor | None] | None:
+def _lent_by(edge_index: EdgeIndex) -> tuple[Tensor, Tensor, Tensor | None]:
     """The same from a sorted PyG EdgeIndex whose size is known, which keeps what it computes."""
-    if (
-        not isinstance(edge_index, EdgeIndex)
-        or not edge_index.is_sorted
-        or edge_index.sparse_size() != (num_src, num_dst)
-    ):
-        return None
     (dst_ptr, src_index), edge_id = edge_index.get_csc()
     # Copies are quick beside sorting. The memory of the EdgeIndex could change under the graph.
     return (
@@ -481,10 +496,15 @@ def _lent_by_edge_index(
     )
 
 
-def _check_range(index: Tensor, size: int, *, side: str, row: int) -> None:
-    if index.numel() == 0:
-        return
-    smallest, largest = (int(bound) for bound in torch.aminmax(index))
+def _scan_edges(source: Tensor, target: Tensor) -> tuple[int, int, int, int, bool]:
+    """As :func:`graphattn._native.scan_edges`, on any device."""
+    if source.numel() == 0:
+        return 0, -1, 0, -1, True
+    bounds = [int(bound) for row in (source, target) for bound in torch.aminmax(row)]
+    return bounds[0], bounds[1], bounds[2], bounds[3], _is_sorted(target)
+
+
+def _check_range(smallest: int, largest: int, size: int, *, side: str, row: int) -> None:
     if smallest < 0 or largest >= size:
         raise IndexError(
             f"Graph: edge_index[{row}] holds {side} positions and there are {size} {side}s, but "

@@ -572,8 +572,11 @@ def test_c62_a_missing_or_broken_torch_scatter_is_named(error, text, monkeypatch
     graph_attention(X, X, X, EDGES)  # auto goes on
 
 
+MPS = torch.device("mps")
+
+
 def test_scatter_names_a_device_it_has_no_kernels_for():
     if backends.missing("scatter") is None:
         with pytest.raises(ValueError, match="torch_scatter has no kernels for device 'mps'"):
-            backends.choose("scatter", torch.device("mps"), function="graph_attention")
-    assert backends.unsupported("eager", torch.device("mps")) == []
+            backends.choose("scatter", MPS, torch.float32, function="graph_attention")
+    assert backends.unsupported("eager", MPS, torch.float32) == []

@@ -11,9 +11,11 @@ import importlib
 
 import torch
 
+from graphattn import _native
+
 __all__ = ["NAMES", "check_name", "choose", "missing", "unsupported"]
 
-NAMES = ("eager", "scatter")
+NAMES = ("eager", "scatter", "cpu")
 
 
 def missing(backend: str) -> str | None:
@@ -29,14 +31,23 @@ def missing(backend: str) -> str | None:
             return f"torch_scatter cannot be imported: {error}"
         except OSError as error:  # built for another torch
             return f"torch_scatter does not match this torch: {error}"
+    if backend == "cpu":
+        return _native.missing()
     return None
 
 
-def unsupported(backend: str, device: torch.device) -> list[str]:
-    """Every reason why ``backend`` cannot run a call on ``device``; empty when it can."""
+def unsupported(backend: str, device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Every reason why ``backend`` cannot run a call; empty when it can."""
     reason = missing(backend)
     if reason is not None:
         return [reason]
+    if backend == "cpu":
+        reasons = []
+        if device.type != "cpu":
+            reasons.append(f"the tensors are on {device.type!r}")
+        if dtype not in _native.DTYPES:
+            reasons.append(f"{dtype} is not supported")
+        return reasons
     if backend == "scatter" and device.type not in ("cpu", "cuda"):
         return [f"torch_scatter has no kernels for device {device.type!r}"]
     return []
@@ -49,7 +60,7 @@ def check_name(backend: str, *, function: str) -> None:
         raise ValueError(f"{function}: unknown backend {backend!r}. Use one of {known}.")
 
 
-def choose(backend: str, device: torch.device, *, function: str) -> str:
+def choose(backend: str, device: torch.device, dtype: torch.dtype, *, function: str) -> str:
     """The backend that runs a call: ``"auto"`` may choose, any other name runs or raises.
 
     Raises:
@@ -57,8 +68,8 @@ def choose(backend: str, device: torch.device, *, function: str) -> str:
     """
     check_name(backend, function=function)
     if backend == "auto":
-        return "eager"
-    reasons = unsupported(backend, device)
+        return "eager" if unsupported("cpu", device, dtype) else "cpu"
+    reasons = unsupported(backend, device, dtype)
     if reasons:
         raise ValueError(
             f"{function}: backend={backend!r} cannot run this call: {'; '.join(reasons)}. Use "

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graphattn.dropout import drop
 
-__all__ = ["attention", "attention_weights", "edge_softmax"]
+__all__ = ["add_mixed", "attention", "project_query"]
 
 
 class EdgeOperations(Protocol):
@@ -37,104 +37,80 @@ class EdgeOperations(Protocol):
     def softmax(self, score: Tensor) -> Tensor:
         """Softmax of each column over each target's in-edges, ``[E, K] -> [E, K]``."""
 
-    def empty(self) -> Tensor:
-        """The targets without in-edges, ``[N_dst]`` bool."""
-
 
 def attention(
     edges: EdgeOperations,
     edge_id: Tensor | None,
     query: Tensor,
     key: Tensor,
-    value: Tensor,
+    value: Tensor | None,
     bias: Tensor | None,
+    query_edge: Tensor | None,
     edge_attr: Tensor | None,
-    edge_weight: Tensor | None,
     seed: Tensor | None,
     *,
     scale: float,
     dropout: float,
-) -> Tensor:
-    """Output ``[*, N_dst, H, Dv]``; arguments as in :func:`graphattn.graph_attention`."""
+) -> tuple[Tensor, Tensor | None]:
+    """Weighted sums of values ``[*, N_dst, H, Dv]`` and edge features ``[*, N_dst, H, C]``.
+
+    Both in float32 at least. Without ``value``, the first is the weights ``[*, E, H]`` in the
+    caller's edge order.
+
+    Args:
+        edges: The edges, by target.
+        edge_id: As in :class:`graphattn.Graph`.
+        query: As in :func:`graphattn.graph_attention`, as are key, value, bias and edge_attr.
+        query_edge: What :func:`project_query` makes for ``edge_attr``.
+        seed: Of the dropout, ``None`` for none.
+        scale: Factor on the scores.
+        dropout: Probability of dropping a weight.
+    """
     leading, heads = query.shape[:-3], query.size(-2)
-    compute = torch.promote_types(query.dtype, torch.float32)
-    weight = _weights(edges, edge_id, query, key, bias, edge_attr, edge_weight, scale)  # [E, P, G]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    q = _target_layout(query.to(wide), key.size(-2))
+    score = edges.dot(q, _source_layout(key.to(wide)))  # [E, P, G]
+    rows = None if edge_attr is None else _by_target(edge_attr.to(wide), edge_id)
+    if query_edge is not None and rows is not None:
+        score = score + edges.dot_edge(_target_layout(query_edge, key.size(-2)), rows)
+    score = score * scale
+    if bias is not None:
+        by_batch = bias.to(wide).unsqueeze(0).flatten(0, -3).movedim(0, 1)  # [E, B or 1, H]
+        by_head = score.view(score.size(0), leading.numel(), heads)
+        score = (by_head + _by_target(by_batch, edge_id)).view(score.shape)
+    weight = edges.softmax(score.flatten(1)).view(score.shape)
+    if value is None:
+        by_batch = _by_caller(weight, edge_id).view(weight.size(0), leading.numel(), heads)
+        return by_batch.movedim(1, 0).reshape(*leading, weight.size(0), heads), None
     if seed is not None:
         by_head = weight.view(weight.size(0), leading.numel(), heads)
         weight = drop(by_head, seed, edge_id, dropout).view(weight.shape)
-
-    out = _by_head(edges.sum(weight, _source_layout(value.to(compute))), heads)  # [N_dst, B, H, Dv]
-    if edge_attr is not None and edge_weight is not None:
-        # sum_e a_e (W e) = W (sum_e a_e e): what is summed over edges is edge_dim wide, not H * Dv.
-        mixed = edges.sum_edge(weight, _by_target(edge_attr.to(compute), edge_id))
-        out = out + torch.einsum("nbhc,hdc->nbhd", _by_head(mixed, heads), edge_weight.to(compute))
-        out = out.masked_fill(_empty_rows(edges), 0.0)
-    return out.movedim(1, 0).reshape(*leading, edges.num_dst, heads, value.size(-1)).to(query.dtype)
+    out = edges.sum(weight, _source_layout(value.to(wide)))
+    mixed = None if rows is None else edges.sum_edge(weight, rows)
+    return _by_batch(out, leading, heads), None if mixed is None else _by_batch(
+        mixed, leading, heads
+    )
 
 
-def attention_weights(
-    edges: EdgeOperations,
-    edge_id: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    bias: Tensor | None,
-    edge_attr: Tensor | None,
-    edge_weight: Tensor | None,
-    *,
-    scale: float,
-) -> Tensor:
-    """Weights ``[*, E, H]`` in the caller's edge order."""
-    leading, heads = query.shape[:-3], query.size(-2)
-    weight = _weights(edges, edge_id, query, key, bias, edge_attr, edge_weight, scale)
-    num_edges = weight.size(0)
-    by_batch = _by_caller(weight, edge_id).view(num_edges, leading.numel(), heads).movedim(1, 0)
-    return by_batch.reshape(*leading, num_edges, heads).to(query.dtype)
+def project_query(query: Tensor, edge_weight: Tensor, empty: Tensor) -> Tensor:
+    """``[*, N_dst, H, C]``, what each target multiplies its edge features with.
 
-
-def edge_softmax(edges: EdgeOperations, edge_id: Tensor | None, scores: Tensor) -> Tensor:
-    """Softmax of ``scores`` ``[E, *]`` over each target's in-edges, in the caller's edge order."""
-    compute = torch.promote_types(scores.dtype, torch.float32)
-    columns = scores.to(compute).reshape(scores.size(0), scores.shape[1:].numel())
-    weight = edges.softmax(_by_target(columns, edge_id))
-    return _by_caller(weight, edge_id).view(scores.shape).to(scores.dtype)
-
-
-def _weights(
-    edges: EdgeOperations,
-    edge_id: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    bias: Tensor | None,
-    edge_attr: Tensor | None,
-    edge_weight: Tensor | None,
-    scale: float,
-) -> Tensor:
-    heads = query.size(-2)
-    compute = torch.promote_types(query.dtype, torch.float32)
-    q = _target_layout(query.to(compute), key.size(-2))
-    score = edges.dot(q, _source_layout(key.to(compute)))  # [E, P, G]
-    if edge_attr is not None and edge_weight is not None:
-        # <q, W e> = <W^T q, e>: one [H, edge_dim] query for each node instead of one [H, D] key an
-        # edge.
-        rows_q = _by_head(q, heads).masked_fill(_empty_rows(edges), 0.0)
-        turned = torch.einsum("nbhd,hdc->nbhc", rows_q, edge_weight.to(compute))
-        turned = turned.reshape(*q.shape[:-1], edge_attr.size(-1))
-        score = score + edges.dot_edge(turned, _by_target(edge_attr.to(compute), edge_id))
-    score = score * scale
-    if bias is not None:
-        rows = bias.to(compute).unsqueeze(0).flatten(0, -3).movedim(0, 1)  # [E, B or 1, H]
-        by_head = score.view(score.size(0), query.shape[:-3].numel(), heads)
-        score = (by_head + _by_target(rows, edge_id)).view(score.shape)
-    return edges.softmax(score.flatten(1)).view(score.shape)
-
-
-def _empty_rows(edges: EdgeOperations) -> Tensor:
-    """Targets without in-edges, ``[N_dst, 1, 1, 1]`` bool.
-
-    The gradient of ``edge_weight`` is a sum over all targets. These take no part: unless they are
-    set to zero, a NaN of theirs in query or gradient would reach it.
+    ``<q, W e> = <W^T q, e>``: one ``[H, C]`` query for each target instead of one ``[H, D]`` key
+    for each edge. Targets without in-edges, ``empty`` ``[N_dst]``, take no part: the gradient of
+    ``edge_weight`` is a sum over all targets, and a NaN of theirs would reach it.
     """
-    return edges.empty()[:, None, None, None]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    rows = query.to(wide).masked_fill(empty[:, None, None], 0.0)
+    return torch.einsum("...nhd,hdc->...nhc", rows, edge_weight.to(wide))
+
+
+def add_mixed(out: Tensor, mixed: Tensor, edge_weight: Tensor, empty: Tensor) -> Tensor:
+    """``out`` plus the values of edge features, in float32 at least.
+
+    ``sum_e a_e (W e) = W (sum_e a_e e)``: what is summed over edges is C wide, not ``H * Dv``.
+    """
+    values = torch.einsum("...nhc,hdc->...nhd", mixed, edge_weight.to(mixed.dtype))
+    return (out.to(mixed.dtype) + values).masked_fill(empty[:, None, None], 0.0)
 
 
 def _target_layout(x: Tensor, key_heads: int) -> Tensor:
@@ -149,9 +125,10 @@ def _source_layout(x: Tensor) -> Tensor:
     return x.unsqueeze(0).flatten(0, -4).movedim(1, 0).flatten(1, 2)
 
 
-def _by_head(x: Tensor, heads: int) -> Tensor:
-    """``[N, P, G, D] -> [N, B, H, D]``."""
-    return x.reshape(x.size(0), x.size(1) * x.size(2) // heads, heads, x.size(-1))
+def _by_batch(x: Tensor, leading: torch.Size, heads: int) -> Tensor:
+    """``[N, P, G, D] -> [*, N, H, D]``."""
+    by_head = x.reshape(x.size(0), leading.numel(), heads, x.size(-1))
+    return by_head.movedim(1, 0).reshape(*leading, x.size(0), heads, x.size(-1))
 
 
 def _by_target(by_caller: Tensor, edge_id: Tensor | None) -> Tensor:

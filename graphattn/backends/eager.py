@@ -51,11 +51,6 @@ class EdgeOperations:
         """``[E, K] -> [E, K]``, over the in-edges of each target."""
         return _EdgeSoftmax.apply(score, self.dst, self.num_dst)
 
-    def empty(self) -> Tensor:
-        """``[N_dst]`` bool, the targets without in-edges."""
-        every = torch.ones(self.num_dst, dtype=torch.bool, device=self.dst.device)
-        return every.index_fill(0, self.dst, False)
-
     def _every_edge(self) -> Tensor:
         return torch.arange(self.dst.numel(), device=self.dst.device)
 

@@ -56,10 +56,6 @@ class EdgeOperations:
         total = total.masked_fill(total == 0.0, 1.0)
         return weight / self._at_target(total)
 
-    def empty(self) -> Tensor:
-        """``[N_dst]`` bool, the targets without in-edges."""
-        return self.dst_ptr.diff() == 0
-
     def _at_target(self, x: Tensor) -> Tensor:
         return _Gather.apply(x, self.dst_ptr, self.num_edges)
 

@@ -1,0 +1,184 @@
+"""The operators ``torch.ops.graphattn`` of the fused kernels, and how they are differentiated.
+
+``attention`` returns ``(out, mixed, softmax)``: for each target the weighted sum of values ``[*, N_dst,
+H, Dv]``, that of edge features ``[*, N_dst, H, C]``, and from the scores the largest one and the
+reciprocal of the sum of exponentials ``[*, N_dst, 2, H]``. Without value, ``out`` is the weight of each
+edge, ``[*, E, H]``. Edge features come with what each
+target multiplies them with, ``query_edge [*, N_dst, H, C]``. ``attention_backward`` returns those of the
+six gradients that are asked for. The arrays by source are needed for gradients only.
+
+A second derivative is taken through :mod:`graphattn.backends.composite`, which can be differentiated
+again and again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphattn.backends import composite, cpu, eager
+
+__all__ = ["attention"]
+
+_INPUTS = (
+    "Tensor query, Tensor key, Tensor? value, Tensor? bias, Tensor? query_edge, Tensor? edge_attr"
+)
+_GRAPH = (
+    "Tensor dst_ptr, Tensor src_index, Tensor? edge_id, "
+    "Tensor? src_ptr, Tensor? dst_index, Tensor? edge_id_by_src"
+)
+_NUM_INPUTS = 6
+_NUM_GRAPH = 6
+
+_library = torch.library.Library("graphattn", "DEF")
+_library.define(
+    f"attention({_INPUTS}, {_GRAPH}, Tensor? seed, float scale, float dropout)"
+    " -> (Tensor out, Tensor mixed, Tensor softmax)"
+)
+_library.define(
+    f"attention_backward(Tensor? grad_out, Tensor? grad_mixed, {_INPUTS}, {_GRAPH}, Tensor? seed, "
+    "float scale, float dropout, Tensor softmax, bool[6] needs) -> Tensor[]"
+)
+_library.impl("attention", cpu.attention, "CPU")
+_library.impl("attention_backward", cpu.attention_backward, "CPU")
+
+
+def attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """``torch.ops.graphattn.attention``, which ``torch.func`` transforms can go through as well."""
+    if torch.compiler.is_compiling():
+        return torch.ops.graphattn.attention(*arguments)
+    return _Attention.apply(*arguments)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.graphattn.attention(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, ctx.scale, ctx.dropout = inputs
+        ctx.save_for_backward(*tensors, output[2])
+        ctx.mark_non_differentiable(output[2])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_out: Tensor | None, grad_mixed: Tensor | None, _: None
+    ) -> tuple[Tensor | None, ...]:
+        *tensors, softmax = ctx.saved_tensors
+        needs = list(ctx.needs_input_grad[:_NUM_INPUTS])
+        rest = (None,) * (_NUM_GRAPH + 3)
+        if torch.is_grad_enabled():
+            gradients = _differentiable_backward(
+                grad_out, grad_mixed, tensors, ctx.scale, ctx.dropout, needs
+            )
+        else:
+            gradients = torch.ops.graphattn.attention_backward(
+                grad_out, grad_mixed, *tensors, ctx.scale, ctx.dropout, softmax, needs
+            )
+        found = iter(gradients)
+        return *(next(found) if need else None for need in needs), *rest
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], *arguments: Any
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        """One more leading dimension."""
+        query, key, value, bias, query_edge = (
+            _with_batch(x, dim, info.batch_size, leading=x is not None)
+            for x, dim in zip(arguments[:5], in_dims[:5], strict=True)
+        )
+        if any(dim is not None for dim in in_dims[5:]):
+            raise NotImplementedError(
+                "graphattn: torch.func.vmap goes over query, key, value and bias; edge features, the "
+                "graph and the dropout seed must be the same for all."
+            )
+        out = _Attention.apply(query, key, value, bias, query_edge, *arguments[5:])
+        return out, (0, 0, 0)
+
+
+def _with_batch(x: Tensor | None, dim: int | None, size: int, *, leading: bool) -> Tensor | None:
+    if x is None:
+        return None
+    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
+def _differentiable_backward(
+    grad_out: Tensor | None,
+    grad_mixed: Tensor | None,
+    tensors: list[Tensor | None],
+    scale: float,
+    dropout: float,
+    needs: list[bool],
+) -> list[Tensor]:
+    inputs, graph, seed = tensors[:_NUM_INPUTS], tensors[_NUM_INPUTS:-1], tensors[-1]
+    dst_ptr, src_index, edge_id = graph[:3]
+    num_dst = dst_ptr.numel() - 1
+    target = torch.repeat_interleave(dst_ptr.diff(), output_size=src_index.numel())
+    wanted = [x for x, need in zip(inputs, needs, strict=True) if need]
+
+    def outputs(*wanted: Tensor) -> list[Tensor]:
+        given = iter(wanted)
+        out, mixed = composite.attention(
+            eager.EdgeOperations(src_index, target, num_dst),
+            edge_id,
+            *(next(given) if need else x for x, need in zip(inputs, needs, strict=True)),
+            seed,
+            scale=scale,
+            dropout=dropout,
+        )
+        pairs = ((out, grad_out), (mixed, grad_mixed))
+        return [x.to(grad.dtype) for x, grad in pairs if grad is not None]
+
+    _, backward = torch.func.vjp(outputs, *wanted)
+    return backward([grad for grad in (grad_out, grad_mixed) if grad is not None])
+
+
+_library.impl("attention", lambda *arguments: _Attention.apply(*arguments), "Autograd")
+
+
+def _autocast(device: str, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value in the dtype that autocast asks for; the rest goes as it is."""
+    dtype = torch.get_autocast_dtype(device)
+    cast = (x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in arguments[:3])
+    with torch.autocast(device, enabled=False):
+        return torch.ops.graphattn.attention(*cast, *arguments[3:])
+
+
+_library.impl("attention", lambda *arguments: _autocast("cpu", *arguments), "AutocastCPU")
+
+
+@torch.library.register_fake("graphattn::attention", lib=_library)
+def _attention_shapes(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    bias: Tensor | None,
+    query_edge: Tensor | None,
+    edge_attr: Tensor | None,
+    dst_ptr: Tensor,
+    src_index: Tensor,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    leading, (num_dst, heads) = query.shape[:-3], query.shape[-3:-1]
+    rows = (*leading, num_dst, heads)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    shape = (*leading, src_index.size(0), heads) if value is None else (*rows, value.size(-1))
+    edge_dim = 0 if edge_attr is None else edge_attr.size(-1)
+    return (
+        query.new_empty(shape),
+        query.new_empty((*rows, edge_dim), dtype=wide),
+        query.new_empty((*leading, num_dst, 2, heads), dtype=wide),
+    )
+
+
+@torch.library.register_fake("graphattn::attention_backward", lib=_library)
+def _attention_backward_shapes(
+    grad_out: Tensor | None, grad_mixed: Tensor | None, *arguments: Any
+) -> list[Tensor]:
+    inputs, needs = arguments[:_NUM_INPUTS], arguments[-1]
+    return [x.new_empty(x.shape) for x, need in zip(inputs, needs, strict=True) if need]
