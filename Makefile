@@ -15,6 +15,7 @@ PIP_INSTALL = $(PY) -m pip install $(PIP_QUIET) --constraint constraints.txt --n
 SAY := @echo "==>"
 
 # Extras of pyproject.toml behind each stamp.
+EXTRAS_bench := viz
 EXTRAS_demo := ogb,viz
 EXTRAS_dev := ogb,viz,docs,dev
 EXTRAS_docs := docs
@@ -26,7 +27,7 @@ export PIP_ROOT_USER_ACTION := ignore
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test lint format docs setup clean always
+.PHONY: help demo test lint format docs bench setup clean always
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +53,11 @@ format: $(VENV)/installed-dev ## Format the code and apply safe fixes
 docs: $(VENV)/installed-docs ## Build the documentation into site/
 	$(SAY) "Building the documentation: under a minute."
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
+bench: $(VENV)/installed-bench ## Measure attention and its rivals on small graphs (about 5 minutes)
+	$(SAY) "Measuring on small graphs, then writing docs/benchmarks.md: about 5 minutes on two cores."
+	@$(PY) examples/benchmarks/attention.py --quick --csv examples/benchmarks/results/quick.csv $(ARGS)
+	@$(PY) examples/benchmarks/report.py
 
 setup: $(VENV)/installed-scatter $(VENV)/installed-docs ## Install all that development needs, torch-scatter included
 

@@ -426,9 +426,17 @@ INLINE Vec<double> load(const double* p) {
   return *reinterpret_cast<const Vectors<double>::Unaligned*>(p);
 }
 
-INLINE Vec<float> widen_bfloat16(Half16 bits) {
-  return (Vec<float>)(__builtin_convertvector(bits, Word) << 16);
+INLINE Word widen_bits(Half16 bits) {
+#if WIDTH == 16
+  return (Word)_mm512_cvtepu16_epi32((__m256i)bits);
+#elif WIDTH == 8
+  return (Word)_mm256_cvtepu16_epi32((__m128i)bits);
+#else
+  return __builtin_convertvector(bits, Word);
+#endif
 }
+
+INLINE Vec<float> widen_bfloat16(Half16 bits) { return (Vec<float>)(widen_bits(bits) << 16); }
 
 INLINE Vec<float> widen_float16(Half16 bits) {
 #if WIDTH == 16
@@ -438,7 +446,7 @@ INLINE Vec<float> widen_float16(Half16 bits) {
 #else
   // The exponent is shifted into place and corrected by a product, which is right for subnormal
   // numbers too; infinity and NaN have all bits of the exponent set in both formats.
-  Word wide = __builtin_convertvector(bits, Word);
+  Word wide = widen_bits(bits);
   Word rest = (wide & 0x7fff) << 13;
   Vec<float> value = (Vec<float>)rest * 0x1p112f;
   Word special = (Word)(rest >= (0x7c00u << 13)) & 0x7f800000;
@@ -698,6 +706,13 @@ INLINE Vec<A> group_sum(Vec<A> x) {
 // Numbers of a block are laid out [heads, EDGES] with EDGES 4, 8 or 16, so that a vector holds the
 // edges of one head, or of several heads where edges are few.
 
+// Asks for vector v of a row, once for each line of the cache.
+template <class A, class T>
+INLINE void prefetch_vector(const T* row, int64_t v) {
+  constexpr int64_t BYTES = Vectors<A>::LANES * sizeof(T);
+  if (v * BYTES % 64 == 0) __builtin_prefetch(reinterpret_cast<const char*>(row) + v * BYTES);
+}
+
 template <class A, int64_t EDGES>
 struct Layout {
   static constexpr int64_t LANES = Vectors<A>::LANES;
@@ -706,36 +721,51 @@ struct Layout {
   static constexpr int64_t GROUP = EDGES > LANES ? LANES : EDGES;
 };
 
-// to[h, b] = <own[h], rows[b][h]>. VECTORS: the dim in vectors, 0 when it is another.
+// to[h, b] = <own[h], rows[b][h]>. VECTORS: the dim in vectors, 0 when it is another. With each load
+// goes a prefetch of the same place in a row of `next`: spread out like this, those never keep the
+// loads of what is at hand waiting.
 template <int64_t EDGES, int64_t VECTORS, class A, class T>
 INLINE void dot_heads(const A* own, const int64_t* own_at, const T* const* rows,
-                      const int64_t* row_at, int64_t h0, int64_t h1, int64_t dim, A* to) {
+                      const T* const* next, const int64_t* row_at, int64_t heads, int64_t dim,
+                      A* to) {
   typedef Layout<A, EDGES> Y;
   constexpr int64_t L = Y::LANES;
-  for (int64_t h = h0; h < h1; h += Y::HEADS) {
+  for (int64_t h = 0; h < heads; h += Y::HEADS) {
     for (int64_t part = 0; part < Y::PARTS; ++part) {
       Vec<A> product[L];
 #pragma GCC unroll 4
       for (int64_t i = 0; i < Y::HEADS; ++i) {
-        int64_t head = std::min(h + i, h1 - 1);
+        int64_t head = std::min(h + i, heads - 1);
         const A* mine = own + own_at[head];
         if constexpr (VECTORS > 0) {
           Vec<A> left[VECTORS];
           for (int64_t v = 0; v < VECTORS; ++v) left[v] = load(mine + v * L);
 #pragma GCC unroll 16
           for (int64_t b = 0; b < Y::GROUP; ++b) {
-            const T* row = rows[part * L + b] + row_at[head];
+            const T *row = rows[part * L + b] + row_at[head];
+            const T *ahead = next[part * L + b] + row_at[head];
             Vec<A> sum = left[0] * load(row);
-            for (int64_t v = 1; v < VECTORS; ++v) sum += left[v] * load(row + v * L);
+            prefetch_vector<A>(ahead, 0);
+            for (int64_t v = 1; v < VECTORS; ++v) {
+              sum += left[v] * load(row + v * L);
+              prefetch_vector<A>(ahead, v);
+            }
             product[i * Y::GROUP + b] = sum;
           }
         } else {
           for (int64_t b = 0; b < Y::GROUP; ++b) {
-            const T* row = rows[part * L + b] + row_at[head];
+            const T *row = rows[part * L + b] + row_at[head];
+            const T *ahead = next[part * L + b] + row_at[head];
             Vec<A> sum = {};
             int64_t d = 0;
-            for (; d + L <= dim; d += L) sum += load(mine + d) * load(row + d);
-            if (d < dim) sum += load(mine + d) * load_first(row + d, dim - d);
+            for (; d + L <= dim; d += L) {
+              sum += load(mine + d) * load(row + d);
+              prefetch_vector<A>(ahead, d / L);
+            }
+            if (d < dim) {
+              sum += load(mine + d) * load_first(row + d, dim - d);
+              __builtin_prefetch(ahead + d);
+            }
             product[i * Y::GROUP + b] = sum;
           }
         }
@@ -746,23 +776,23 @@ INLINE void dot_heads(const A* own, const int64_t* own_at, const T* const* rows,
 }
 
 template <int64_t EDGES, class A, class T>
-INLINE void dots(const A* own, const int64_t* own_at, const T* const* rows, const int64_t* row_at,
-                 int64_t h0, int64_t h1, int64_t dim, A* to) {
+INLINE void dots(const A* own, const int64_t* own_at, const T* const* rows, const T* const* next,
+                 const int64_t* row_at, int64_t heads, int64_t dim, A* to) {
   constexpr int64_t L = Vectors<A>::LANES;
   if (dim == L)
-    dot_heads<EDGES, 1>(own, own_at, rows, row_at, h0, h1, dim, to);
+    dot_heads<EDGES, 1>(own, own_at, rows, next, row_at, heads, dim, to);
   else if (dim == 2 * L)
-    dot_heads<EDGES, 2>(own, own_at, rows, row_at, h0, h1, dim, to);
+    dot_heads<EDGES, 2>(own, own_at, rows, next, row_at, heads, dim, to);
   else if (dim == 4 * L)
-    dot_heads<EDGES, 4>(own, own_at, rows, row_at, h0, h1, dim, to);
+    dot_heads<EDGES, 4>(own, own_at, rows, next, row_at, heads, dim, to);
   else
-    dot_heads<EDGES, 0>(own, own_at, rows, row_at, h0, h1, dim, to);
+    dot_heads<EDGES, 0>(own, own_at, rows, next, row_at, heads, dim, to);
 }
 
 // sums = sums * factor + sum_b weight[b] * rows[b], VECTORS vectors of it. Factor 0: sums is not read.
-template <int64_t VECTORS, class A, class T>
-INLINE void add_columns(A factor, const A* weight, const T* const* rows, int64_t offset, int64_t n,
-                        A* sums) {
+template <int64_t VECTORS, bool NEXT, class A, class T>
+INLINE void add_columns(A factor, const A* weight, const T* const* rows, const T* const* next,
+                        int64_t offset, int64_t n, A* sums) {
   constexpr int64_t L = Vectors<A>::LANES;
   Vec<A> sum[VECTORS] = {};
   if (factor != 0)
@@ -770,25 +800,32 @@ INLINE void add_columns(A factor, const A* weight, const T* const* rows, int64_t
 #pragma GCC unroll 4
   for (int64_t b = 0; b < n; ++b) {
     const T* row = rows[b] + offset;
-    for (int64_t v = 0; v < VECTORS; ++v) sum[v] += weight[b] * load(row + v * L);
+    for (int64_t v = 0; v < VECTORS; ++v) {
+      sum[v] += weight[b] * load(row + v * L);
+      if (NEXT) prefetch_vector<A>(next[b] + offset, v);
+    }
   }
   for (int64_t v = 0; v < VECTORS; ++v) store(sums + v * L, sum[v]);
 }
 
-template <class A, class T>
-INLINE void add_rows(A factor, const A* weight, const T* const* rows, int64_t offset, int64_t n,
-                     int64_t dim, A* sums) {
+template <bool NEXT = false, class A, class T>
+INLINE void add_rows(A factor, const A* weight, const T* const* rows, const T* const* next,
+                     int64_t offset, int64_t n, int64_t dim, A* sums) {
   constexpr int64_t L = Vectors<A>::LANES;
   int64_t d = 0;
   for (; d + 4 * L <= dim; d += 4 * L)
-    add_columns<4>(factor, weight, rows, offset + d, n, sums + d);
+    add_columns<4, NEXT>(factor, weight, rows, next, offset + d, n, sums + d);
   for (; d + 2 * L <= dim; d += 2 * L)
-    add_columns<2>(factor, weight, rows, offset + d, n, sums + d);
-  for (; d + L <= dim; d += L) add_columns<1>(factor, weight, rows, offset + d, n, sums + d);
+    add_columns<2, NEXT>(factor, weight, rows, next, offset + d, n, sums + d);
+  for (; d + L <= dim; d += L)
+    add_columns<1, NEXT>(factor, weight, rows, next, offset + d, n, sums + d);
   if (d < dim) {
     Vec<A> sum = {};
     if (factor != 0) sum = load(sums + d) * factor;
-    for (int64_t b = 0; b < n; ++b) sum += weight[b] * load_first(rows[b] + offset + d, dim - d);
+    for (int64_t b = 0; b < n; ++b) {
+      sum += weight[b] * load_first(rows[b] + offset + d, dim - d);
+      if (NEXT) __builtin_prefetch(next[b] + offset + d);
+    }
     store(sums + d, sum);
   }
 }
@@ -886,29 +923,13 @@ INLINE const T* row_of(const Rows& rows, int64_t batch, int64_t index) {
          index * rows.row_stride;
 }
 
-// The rows that the edges from `next` on will gather, asked for a few at a time between other work:
-// many at once would keep the loads of what is at hand waiting.
-template <class T>
-struct Ahead {
-  const int64_t* index;
-  const T *x, *y;
-  int64_t x_stride, y_stride, x_count, y_count;
-  int64_t next, end;
-
-  INLINE void operator()(int64_t n) {
-    for (int64_t stop = std::min(next + n, end); next < stop; ++next) {
-      prefetch(x + index[next] * x_stride, x_count);
-      prefetch(y + index[next] * y_stride, y_count);
-    }
-  }
-};
-
 // The edges of a block and the rows at their far ends; what is beyond the first n repeats the first.
+// The next rows are those of the edges AHEAD of these.
 template <class T, int64_t EDGES>
 struct Block {
   static constexpr int64_t SIZE = EDGES;
   int64_t n, index[EDGES], edge[EDGES];
-  const T *x[EDGES], *y[EDGES];
+  const T *x[EDGES], *y[EDGES], *next_x[EDGES], *next_y[EDGES];
 };
 
 template <class T>
@@ -1044,62 +1065,43 @@ struct Pass {
     return DONE;
   }
 
-  // Calls body(block, first, ahead) for the edges of a piece.
+  // Calls body(block, first) for the edges of a piece. With `stats`, the stats of the next far ends
+  // are asked for as well.
   template <bool OVER_SOURCES, class Body>
-  INLINE void visit_blocks(int64_t batch, int64_t begin, int64_t end, Body body) const {
-    const Rows& far = OVER_SOURCES ? call.query : call.key;
-    const Rows& far_value = OVER_SOURCES ? call.grad_out : call.value;
-    const int64_t heads = OVER_SOURCES ? H : call.key_heads;
-    Ahead<T> ahead{OVER_SOURCES ? call.dst_index : call.src_index,
-                   row_of<T>(far, batch, 0),
-                   row_of<T>(far_value, batch, 0),
-                   far.row_stride,
-                   far_value.row_stride,
-                   heads * D,
-                   heads * DV,
-                   begin + AHEAD,
-                   0};
+  INLINE void visit_blocks(int64_t batch, int64_t begin, int64_t end, const A* stats,
+                           Body body) const {
     for (int64_t e = begin; e < end; e += BLOCK) {
       int64_t n = std::min(BLOCK, end - e);
-      ahead.end = std::min(e + n + AHEAD, call.num_edges);
       if (n > 8)
-        body(gather<OVER_SOURCES, 16>(ahead, e, n), e == begin, ahead);
+        body(gather<OVER_SOURCES, 16>(batch, e, n, stats), e == begin);
       else if (n > 4)
-        body(gather<OVER_SOURCES, 8>(ahead, e, n), e == begin, ahead);
+        body(gather<OVER_SOURCES, 8>(batch, e, n, stats), e == begin);
       else
-        body(gather<OVER_SOURCES, 4>(ahead, e, n), e == begin, ahead);
-      ahead(n);
+        body(gather<OVER_SOURCES, 4>(batch, e, n, stats), e == begin);
     }
   }
 
   template <bool OVER_SOURCES, int64_t EDGES>
-  INLINE Block<T, EDGES> gather(const Ahead<T>& rows, int64_t e, int64_t n) const {
+  INLINE Block<T, EDGES> gather(int64_t batch, int64_t e, int64_t n, const A* stats) const {
+    const Rows &far = OVER_SOURCES ? call.query : call.key;
+    const Rows &far_value = OVER_SOURCES ? call.grad_out : call.value;
+    const T *x = row_of<T>(far, batch, 0), *y = row_of<T>(far_value, batch, 0);
+    const int64_t* index = OVER_SOURCES ? call.dst_index : call.src_index;
     const int64_t* edge_id = OVER_SOURCES ? call.edge_id_by_src : call.edge_id;
     Block<T, EDGES> block;
     block.n = n;
-#pragma GCC unroll 16
+#pragma GCC unroll 4
     for (int64_t b = 0; b < EDGES; ++b) {
-      int64_t at = e + (b < n ? b : 0), index = rows.index[at];
-      block.index[b] = index;
+      const int64_t at = e + (b < n ? b : 0), next = index[std::min(at + AHEAD, call.num_edges - 1)];
+      block.index[b] = index[at];
       block.edge[b] = edge_id == nullptr ? at : edge_id[at];
-      block.x[b] = rows.x + index * rows.x_stride;
-      block.y[b] = rows.y + index * rows.y_stride;
+      block.x[b] = x + block.index[b] * far.row_stride;
+      block.y[b] = y + block.index[b] * far_value.row_stride;
+      block.next_x[b] = x + next * far.row_stride;
+      block.next_y[b] = y + next * far_value.row_stride;
+      if (OVER_SOURCES) prefetch(stats + next * 3 * H, 3 * H);
     }
     return block;
-  }
-
-  // dots() for all heads, asking for rows ahead between them. A block goes over its heads `rounds`
-  // times in all.
-  template <int64_t EDGES>
-  INLINE void dots_ahead(const A* near, const int64_t* near_at, const T* const* far,
-                         const int64_t* far_at, int64_t dim, int64_t n, int64_t rounds,
-                         Ahead<T>& ahead, A* to) const {
-    constexpr int64_t HEADS = Layout<A, EDGES>::HEADS;
-    int64_t turn = (n * HEADS + rounds * H - 1) / (rounds * H);
-    for (int64_t h = 0; h < H; h += HEADS) {
-      ahead(turn);
-      dots<EDGES>(near, near_at, far, far_at, h, std::min(h + HEADS, H), dim, to);
-    }
   }
 
   const A* edge_row(const char* tensor, int64_t batch, int64_t target, int64_t h) const {
@@ -1108,9 +1110,8 @@ struct Pass {
 
   // Scores of a block but for scale and bias, and what of edges goes with them.
   template <bool OVER_SOURCES, int64_t EDGES>
-  INLINE void score(const Scratch& s, const Block<T, EDGES>& block, int64_t batch, int64_t rounds,
-                    Ahead<T>& ahead) const {
-    dots_ahead<EDGES>(s.near, s.near_at, block.x, s.far_at, D, block.n, rounds, ahead, s.score);
+  INLINE void score(const Scratch& s, const Block<T, EDGES>& block, int64_t batch) const {
+    dots<EDGES>(s.near, s.near_at, block.x, block.next_x, s.far_at, H, D, s.score);
     for (int64_t b = 0; b < (C > 0 ? block.n : 0); ++b) {
       A* attr = s.attr + b * CP;
       widen_any(call.edge_attr, call.edge_attr_dtype, block.edge[b] * C, C, attr);
@@ -1150,10 +1151,10 @@ struct Pass {
 
   template <int64_t EDGES>
   INLINE void forward_block(const Scratch& s, const Block<T, EDGES>& block, int64_t batch,
-                            bool first, Ahead<T>& ahead) const {
+                            bool first) const {
     typedef Layout<A, EDGES> Y;
     Sums sums = sums_of(s.result);
-    score<false, EDGES>(s, block, batch, 2, ahead);
+    score<false, EDGES>(s, block, batch);
     for (int64_t h = 0; h < H; h += Y::HEADS) {
       Vec<A> x[Y::PARTS], top;
       for (int64_t part = 0; part < Y::PARTS; ++part) {
@@ -1185,17 +1186,23 @@ struct Pass {
     }
     const A* attr[EDGES];
     for (int64_t b = 0; b < EDGES; ++b) attr[b] = s.attr + b * CP;
-    int64_t turn = (block.n + 2 * H - 1) / (2 * H);
     for (int64_t h = 0; h < H; ++h) {
-      ahead(turn);
       const A* weight = s.score + h * EDGES;
-      add_rows(s.factor[h], weight, block.y, s.far_value_at[h], block.n, DV, sums.out + h * DVP);
-      add_rows(s.factor[h], weight, attr, 0, block.n, C, sums.mixed + h * CP);
+      add_rows<true>(s.factor[h], weight, block.y, block.next_y, s.far_value_at[h], block.n, DV,
+                     sums.out + h * DVP);
+      add_rows(s.factor[h], weight, attr, attr, 0, block.n, C, sums.mixed + h * CP);
     }
+  }
+
+  // The row at the near end that comes after the next one.
+  static void prefetch_next(const Rows& rows, int64_t batch, int64_t row, int64_t count,
+                            int64_t size) {
+    if (row + 2 < count) prefetch(row_of<T>(rows, batch, row + 2), size);
   }
 
   void load_target(const Scratch& s, int64_t batch, int64_t i) const {
     const T* q = row_of<T>(call.query, batch, i);
+    prefetch_next(call.query, batch, i, call.num_dst, H * D);
     for (int64_t h = 0; h < H; ++h) widen_row(q + h * D, D, s.near + h * DP);
     for (int64_t h = 0; h < (C > 0 ? H : 0); ++h)
       widen_row(edge_row(call.query_edge, batch, i, h), C, s.near_edge + h * CP);
@@ -1204,8 +1211,8 @@ struct Pass {
   void forward_piece(const Scratch& s, int64_t batch, int64_t i, int64_t begin,
                      int64_t end) const {
     load_target(s, batch, i);
-    visit_blocks<false>(batch, begin, end, [&](const auto& block, bool first, Ahead<T>& ahead) {
-      forward_block<std::decay_t<decltype(block)>::SIZE>(s, block, batch, first, ahead);
+    visit_blocks<false>(batch, begin, end, nullptr, [&](const auto& block, bool first) {
+      forward_block<std::decay_t<decltype(block)>::SIZE>(s, block, batch, first);
     });
   }
 
@@ -1264,10 +1271,10 @@ struct Pass {
                      int64_t end) const {
     load_target(s, batch, i);
     load_softmax(s, batch, i);
-    visit_blocks<false>(batch, begin, end, [&](const auto& block, bool, Ahead<T>& ahead) {
+    visit_blocks<false>(batch, begin, end, nullptr, [&](const auto& block, bool) {
       constexpr int64_t EDGES = std::decay_t<decltype(block)>::SIZE;
       typedef Layout<A, EDGES> Y;
-      score<false, EDGES>(s, block, batch, 1, ahead);
+      score<false, EDGES>(s, block, batch);
       for (int64_t h = 0; h < H; h += Y::HEADS)
         for (int64_t part = 0; part < Y::PARTS; ++part)
           store(s.score + h * EDGES + part * L,
@@ -1300,10 +1307,9 @@ struct Pass {
 
   // G of a block, without dropout.
   template <bool OVER_SOURCES, int64_t EDGES>
-  INLINE void slope(const Scratch& s, const Block<T, EDGES>& block, int64_t batch, int64_t rounds,
-                    Ahead<T>& ahead) const {
-    dots_ahead<EDGES>(s.near_value, s.near_value_at, block.y, s.far_value_at, DV, block.n, rounds,
-                      ahead, s.slope);
+  INLINE void slope(const Scratch& s, const Block<T, EDGES>& block, int64_t batch) const {
+    dots<EDGES>(s.near_value, s.near_value_at, block.y, block.next_y, s.far_value_at, H, DV,
+                s.slope);
     for (int64_t b = 0; b < (call.grad_mixed != nullptr ? block.n : 0); ++b)
       for (int64_t h = 0; h < H; ++h)
         s.slope[h * EDGES + b] += dot(OVER_SOURCES
@@ -1333,16 +1339,17 @@ struct Pass {
     load_target(s, batch, i);
     load_softmax(s, batch, i);
     const T* grad = row_of<T>(call.grad_out, batch, i);
+    prefetch_next(call.grad_out, batch, i, call.num_dst, H * DV);
     for (int64_t h = 0; h < H; ++h) widen_row(grad + h * DV, DV, s.near_value + h * DVP);
     for (int64_t h = 0; h < (call.grad_mixed != nullptr ? H : 0); ++h)
       widen_row(edge_row(call.grad_mixed, batch, i, h), C, s.near_mixed + h * CP);
     TargetSums sums = target_sums_of(s.result);
     std::fill_n(sums.delta, HP, A(0));
-    visit_blocks<false>(batch, begin, end, [&](const auto& block, bool first, Ahead<T>& ahead) {
+    visit_blocks<false>(batch, begin, end, nullptr, [&](const auto& block, bool first) {
       constexpr int64_t EDGES = std::decay_t<decltype(block)>::SIZE;
       typedef Layout<A, EDGES> Y;
-      score<false, EDGES>(s, block, batch, 2, ahead);
-      slope<false, EDGES>(s, block, batch, 2, ahead);
+      score<false, EDGES>(s, block, batch);
+      slope<false, EDGES>(s, block, batch);
       for (int64_t h = 0; h < H; h += Y::HEADS) {
         Vec<A> delta = {};
         for (int64_t part = 0; part < Y::PARTS; ++part) {
@@ -1364,10 +1371,10 @@ struct Pass {
       for (int64_t h = 0; h < H; ++h) {
         const A *weight = s.score + h * EDGES, *product = s.slope + h * EDGES;
         const int64_t at = s.far_at[h];
-        add_rows(factor, product, block.x, at, block.n, D, sums.slope_key + h * DP);
-        add_rows(factor, weight, block.x, at, block.n, D, sums.key + h * DP);
-        add_rows(factor, product, attr, 0, block.n, C, sums.slope_edge + h * CP);
-        add_rows(factor, weight, attr, 0, block.n, C, sums.edge + h * CP);
+        add_rows(factor, product, block.x, block.x, at, block.n, D, sums.slope_key + h * DP);
+        add_rows(factor, weight, block.x, block.x, at, block.n, D, sums.key + h * DP);
+        add_rows(factor, product, attr, attr, 0, block.n, C, sums.slope_edge + h * CP);
+        add_rows(factor, weight, attr, attr, 0, block.n, C, sums.edge + h * CP);
       }
     });
   }
@@ -1401,24 +1408,27 @@ struct Pass {
                     const A* stats) const {
     const int64_t key_heads = call.key_heads;
     const T *k = row_of<T>(call.key, batch, j), *v = row_of<T>(call.value, batch, j);
+    prefetch_next(call.key, batch, j, call.num_src, key_heads * D);
+    prefetch_next(call.value, batch, j, call.num_src, key_heads * DV);
     for (int64_t h = 0; h < key_heads; ++h) {
       widen_row(k + h * D, D, s.near + h * DP);
       widen_row(v + h * DV, DV, s.near_value + h * DVP);
     }
     A *grad_key = s.result, *grad_value = s.result + key_heads * DP;
-    visit_blocks<true>(batch, begin, end, [&](const auto& block, bool first, Ahead<T>& ahead) {
+    stats += 3 * batch * call.num_dst * H;
+    visit_blocks<true>(batch, begin, end, stats, [&](const auto& block, bool first) {
       constexpr int64_t EDGES = std::decay_t<decltype(block)>::SIZE;
       typedef Layout<A, EDGES> Y;
       for (int64_t b = 0; b < EDGES; ++b) {
-        const A* of_target = stats + 3 * (batch * call.num_dst + block.index[b]) * H;
+        const A* of_target = stats + 3 * block.index[b] * H;
         for (int64_t h = 0; h < H; ++h) {
           s.top[h * EDGES + b] = of_target[h];
           s.inverse[h * EDGES + b] = of_target[H + h];
           s.delta[h * EDGES + b] = of_target[2 * H + h];
         }
       }
-      score<true, EDGES>(s, block, batch, 2, ahead);
-      slope<true, EDGES>(s, block, batch, 2, ahead);
+      score<true, EDGES>(s, block, batch);
+      slope<true, EDGES>(s, block, batch);
       for (int64_t h = 0; h < H; h += Y::HEADS)
         for (int64_t part = 0; part < Y::PARTS; ++part) {
           int64_t at = h * EDGES + part * L;
@@ -1434,9 +1444,9 @@ struct Pass {
         }
       for (int64_t h = 0; h < H; ++h) {
         const A factor = first && h % G == 0 ? 0 : 1;
-        add_rows(factor, s.slope + h * EDGES, block.x, s.far_at[h], block.n, D,
+        add_rows(factor, s.slope + h * EDGES, block.x, block.x, s.far_at[h], block.n, D,
                  grad_key + s.near_at[h]);
-        add_rows(factor, s.score + h * EDGES, block.y, s.far_value_at[h], block.n, DV,
+        add_rows(factor, s.score + h * EDGES, block.y, block.y, s.far_value_at[h], block.n, DV,
                  grad_value + s.near_value_at[h]);
       }
       if (call.grad_bias != nullptr || call.grad_edge_attr != nullptr)

@@ -12,7 +12,6 @@ from graphattn import _native
 __all__ = ["attention", "attention_backward"]
 
 
-
 class _Rows(ctypes.Structure):
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -126,9 +125,7 @@ def attention_backward(
     # With no rows at all, nobody writes the gradients of what the rows would share.
     make = torch.zeros if call.batch == 0 else torch.empty
     gradients = [
-        make(x.shape, dtype=wide if place > 2 else x.dtype)
-        if need and x is not None
-        else None
+        make(x.shape, dtype=wide if place > 2 else x.dtype) if need and x is not None else None
         for place, (x, need) in enumerate(zip(inputs, needs, strict=True))
     ]
     call.grad_query, call.grad_key, call.grad_value = map(_pointer, gradients[:3])
@@ -179,7 +176,10 @@ def _call(
         call.bias_batch_stride = bias.shape[-2:].numel() if bias.dim() > 2 else 0
     if edge_attr is not None and query_edge is not None:
         edge_attr, query_edge = edge_attr.contiguous(), query_edge.contiguous()
-        call.edge_attr, call.edge_attr_dtype = edge_attr.data_ptr(), _native.DTYPES.index(edge_attr.dtype)
+        call.edge_attr, call.edge_attr_dtype = (
+            edge_attr.data_ptr(),
+            _native.DTYPES.index(edge_attr.dtype),
+        )
         call.edge_dim, call.query_edge = edge_attr.size(-1), query_edge.data_ptr()
     return call, (q, k, v, bias, edge_attr, query_edge)
 
