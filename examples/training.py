@@ -427,9 +427,8 @@ def train(data: Data, args: argparse.Namespace) -> dict[str, Any]:
 def print_versions(args: argparse.Namespace) -> None:
     backend = args.backend
     if backend == "auto":
-        chosen = backends.choose(
-            "auto", torch.device(args.device), torch.float32, function="training"
-        )
+        device = torch.device(args.device)
+        chosen = backends.choose("auto", device, torch.float32, function="training")
         backend = f"auto -> {chosen}"
     print(
         f"graphattn {graphattn.__version__}, torch {torch.__version__}, torch-geometric "

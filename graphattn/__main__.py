@@ -38,12 +38,8 @@ def main() -> None:
     for name in backends.NAMES:
         reason = backends.missing(name)
         rows.append((f"backend {name}", "available" if reason is None else f"missing: {reason}"))
-    rows.append(
-        (
-            "backend auto",
-            f"takes {backends.choose('auto', torch.device('cpu'), torch.float32, function='')} on CPU",
-        )
-    )
+    chosen = backends.choose("auto", torch.device("cpu"), torch.float32, function="graphattn")
+    rows.append(("backend auto", f"takes {chosen} on CPU"))
     width = max(len(name) for name, _ in rows)
     print("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
 

@@ -95,18 +95,20 @@ def check_status(status: int) -> None:
         raise MemoryError("graphattn: not enough memory for what the CPU kernel works in.")
 
 
-def scan_edges(source: Tensor, target: Tensor) -> tuple[int, int, int, int, bool]:
-    """Smallest and largest source and target, and whether targets are in order.
+def scan_edges(source: Tensor, target: Tensor) -> tuple[tuple[int, int], tuple[int, int], bool]:
+    """Smallest and largest source, the same of targets, and whether targets are in order.
+
+    Where there are no edges, the smallest is larger than the largest.
 
     Args:
         source: ``[E]`` int64 on the CPU, contiguous, as all arguments here.
-        target: ``[E]``, with E not zero.
+        target: ``[E]``.
     """
     found = (ctypes.c_int64 * 5)()
     library().graphattn_scan_edges(
         source.numel(), num_threads(), source.data_ptr(), target.data_ptr(), found
     )
-    return found[0], found[1], found[2], found[3], bool(found[4])
+    return (found[0], found[1]), (found[2], found[3]), bool(found[4])
 
 
 def sort_by_target(

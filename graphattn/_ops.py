@@ -1,14 +1,14 @@
 """The operators ``torch.ops.graphattn`` of the fused kernels, and how they are differentiated.
 
-``attention`` returns ``(out, mixed, softmax)``: for each target the weighted sum of values ``[*, N_dst,
-H, Dv]``, that of edge features ``[*, N_dst, H, C]``, and from the scores the largest one and the
-reciprocal of the sum of exponentials ``[*, N_dst, 2, H]``. Without value, ``out`` is the weight of each
-edge, ``[*, E, H]``. Edge features come with what each
-target multiplies them with, ``query_edge [*, N_dst, H, C]``. ``attention_backward`` returns those of the
-six gradients that are asked for. The arrays by source are needed for gradients only.
+``attention`` returns ``(out, mixed, softmax)``: for each target the weighted sum of values
+``[*, N_dst, H, Dv]``; that of edge features ``[*, N_dst, H, C]``; and from its scores the largest
+one and the reciprocal of the sum of exponentials, ``[*, N_dst, 2, H]``. Without value, ``out`` is
+the weight of each edge, ``[*, E, H]``. With edge features comes what each target multiplies them
+with, ``query_edge [*, N_dst, H, C]``.
 
-A second derivative is taken through :mod:`graphattn.backends.composite`, which can be differentiated
-again and again.
+``attention_backward`` returns those of the six gradients that are asked for. The arrays by source
+are needed for it only. A second derivative is taken through
+:mod:`graphattn.backends.composite`, which can be differentiated again and again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ _GRAPH = (
     "Tensor? src_ptr, Tensor? dst_index, Tensor? edge_id_by_src"
 )
 _NUM_INPUTS = 6
-_NUM_GRAPH = 6
 
 _library = torch.library.Library("graphattn", "DEF")
 _library.define(
@@ -49,14 +48,14 @@ def attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """``torch.ops.graphattn.attention``, which ``torch.func`` transforms can go through as well."""
     if torch.compiler.is_compiling():
         return torch.ops.graphattn.attention(*arguments)
+    # Not by way of the dispatcher: torch.func knows how to transform the function.
     return _Attention.apply(*arguments)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.graphattn.attention(*arguments)
+        return _below_autograd(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -71,74 +70,84 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         *tensors, softmax = ctx.saved_tensors
         needs = list(ctx.needs_input_grad[:_NUM_INPUTS])
-        rest = (None,) * (_NUM_GRAPH + 3)
+        arguments = (grad_out, grad_mixed, *tensors, ctx.scale, ctx.dropout)
         if torch.is_grad_enabled():
-            gradients = _differentiable_backward(
-                grad_out, grad_mixed, tensors, ctx.scale, ctx.dropout, needs
-            )
+            gradients = iter(_differentiable_backward(needs, *arguments))
         else:
-            gradients = torch.ops.graphattn.attention_backward(
-                grad_out, grad_mixed, *tensors, ctx.scale, ctx.dropout, softmax, needs
-            )
-        found = iter(gradients)
-        return *(next(found) if need else None for need in needs), *rest
+            gradients = iter(torch.ops.graphattn.attention_backward(*arguments, softmax, needs))
+        rest = [None] * (len(ctx.needs_input_grad) - _NUM_INPUTS)
+        return *(next(gradients) if need else None for need in needs), *rest
 
     @staticmethod
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], *arguments: Any
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         """One more leading dimension."""
-        query, key, value, bias, query_edge = (
-            _with_batch(x, dim, info.batch_size, leading=x is not None)
-            for x, dim in zip(arguments[:5], in_dims[:5], strict=True)
-        )
         if any(dim is not None for dim in in_dims[5:]):
             raise NotImplementedError(
-                "graphattn: torch.func.vmap goes over query, key, value and bias; edge features, the "
-                "graph and the dropout seed must be the same for all."
+                "graphattn: torch.func.vmap goes over query, key, value and bias; edge features, "
+                "the graph and the dropout seed must be the same for all."
             )
-        out = _Attention.apply(query, key, value, bias, query_edge, *arguments[5:])
-        return out, (0, 0, 0)
+        along_nodes = (
+            _with_batch(x, dim, info.batch_size)
+            for x, dim in zip(arguments[:5], in_dims[:5], strict=True)
+        )
+        return _Attention.apply(*along_nodes, *arguments[5:]), (0, 0, 0)
 
 
-def _with_batch(x: Tensor | None, dim: int | None, size: int, *, leading: bool) -> Tensor | None:
+def _with_batch(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
     if x is None:
         return None
     return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
 def _differentiable_backward(
-    grad_out: Tensor | None,
-    grad_mixed: Tensor | None,
-    tensors: list[Tensor | None],
-    scale: float,
-    dropout: float,
-    needs: list[bool],
-) -> list[Tensor]:
-    inputs, graph, seed = tensors[:_NUM_INPUTS], tensors[_NUM_INPUTS:-1], tensors[-1]
-    dst_ptr, src_index, edge_id = graph[:3]
-    num_dst = dst_ptr.numel() - 1
+    needs: list[bool], grad_out: Tensor | None, grad_mixed: Tensor | None, *arguments: Any
+) -> tuple[Tensor, ...]:
+    inputs, grads = arguments[:_NUM_INPUTS], (grad_out, grad_mixed)
+    dst_ptr, src_index, edge_id, *_, seed, scale, dropout = arguments[_NUM_INPUTS:]
     target = torch.repeat_interleave(dst_ptr.diff(), output_size=src_index.numel())
-    wanted = [x for x, need in zip(inputs, needs, strict=True) if need]
+    edges = eager.EdgeOperations(src_index, target, dst_ptr.numel() - 1)
 
     def outputs(*wanted: Tensor) -> list[Tensor]:
         given = iter(wanted)
-        out, mixed = composite.attention(
-            eager.EdgeOperations(src_index, target, num_dst),
+        query, key, value, bias, query_edge, edge_attr = (
+            next(given) if need else x for x, need in zip(inputs, needs, strict=True)
+        )
+        results = composite.attention(
+            edges,
             edge_id,
-            *(next(given) if need else x for x, need in zip(inputs, needs, strict=True)),
+            query,
+            key,
+            value,
+            bias,
+            query_edge,
+            edge_attr,
             seed,
             scale=scale,
             dropout=dropout,
         )
-        pairs = ((out, grad_out), (mixed, grad_mixed))
-        return [x.to(grad.dtype) for x, grad in pairs if grad is not None]
+        pairs = zip(results, grads, strict=True)
+        return [x.to(grad.dtype) for x, grad in pairs if x is not None and grad is not None]
 
+    wanted = (x for x, need in zip(inputs, needs, strict=True) if need)
     _, backward = torch.func.vjp(outputs, *wanted)
-    return backward([grad for grad in (grad_out, grad_mixed) if grad is not None])
+    return backward([grad for grad in grads if grad is not None])
 
 
-_library.impl("attention", lambda *arguments: _Attention.apply(*arguments), "Autograd")
+def _autograd(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    inputs = arguments[:_NUM_INPUTS]
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        return _Attention.apply(*arguments)
+    return _below_autograd(*arguments)
+
+
+def _below_autograd(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.graphattn.attention(*arguments)
+
+
+_library.impl("attention", _autograd, "Autograd")
 
 
 def _autocast(device: str, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:

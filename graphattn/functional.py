@@ -236,12 +236,12 @@ def _attention(
                 backend, query, key, value, graph, bias, edge_attr, edge_weight, scale, dropout
             )
     seed = draw_seed() if dropout > 0.0 else None
-    if edge_attr is None or edge_weight is None:
-        query_edge = edge_weight = None
-    else:
+    empty = query_edge = None
+    if edge_attr is not None and edge_weight is not None:
         empty = graph.in_degree() == 0
         query_edge = composite.project_query(query, edge_weight, empty)
     inputs = (query, key, value, bias, query_edge, edge_attr)
+    mixed: Tensor | None
     if backend == "cpu":
         out, mixed, _ = _ops.attention(*inputs, *_arrays(graph, inputs), seed, scale, dropout)
     else:
@@ -253,7 +253,7 @@ def _attention(
             scale=scale,
             dropout=dropout,
         )
-    if edge_weight is None or value is None or mixed is None:
+    if value is None or edge_weight is None or empty is None or mixed is None:
         return out
     return composite.add_mixed(out, mixed, edge_weight, empty)
 

@@ -464,10 +464,10 @@ def _arrays_by_target(
     tracing, in_order = torch.compiler.is_compiling(), False
     native = not tracing and src.device.type == "cpu" and _native.missing() is None
     if not tracing and (validate or not lends):
-        *bounds, in_order = (_native.scan_edges if native else _scan_edges)(src, dst)
+        of_src, of_dst, in_order = (_native.scan_edges if native else _scan_edges)(src, dst)
         if validate:
-            _check_range(*bounds[:2], num_src, side="source", row=0)
-            _check_range(*bounds[2:], num_dst, side="target", row=1)
+            _check_range(*of_src, num_src, side="source", row=0)
+            _check_range(*of_dst, num_dst, side="target", row=1)
             if isinstance(edge_index, EdgeIndex) and edge_index.is_sorted:
                 _check_sorted(src if edge_index.is_sorted_by_row else dst, edge_index.sort_order)
     if lends:
@@ -496,12 +496,16 @@ def _lent_by(edge_index: EdgeIndex) -> tuple[Tensor, Tensor, Tensor | None]:
     )
 
 
-def _scan_edges(source: Tensor, target: Tensor) -> tuple[int, int, int, int, bool]:
+def _scan_edges(source: Tensor, target: Tensor) -> tuple[tuple[int, int], tuple[int, int], bool]:
     """As :func:`graphattn._native.scan_edges`, on any device."""
-    if source.numel() == 0:
-        return 0, -1, 0, -1, True
-    bounds = [int(bound) for row in (source, target) for bound in torch.aminmax(row)]
-    return bounds[0], bounds[1], bounds[2], bounds[3], _is_sorted(target)
+    return _bounds(source), _bounds(target), _is_sorted(target)
+
+
+def _bounds(index: Tensor) -> tuple[int, int]:
+    if index.numel() == 0:
+        return 0, -1
+    smallest, largest = torch.aminmax(index)
+    return int(smallest), int(largest)
 
 
 def _check_range(smallest: int, largest: int, size: int, *, side: str, row: int) -> None:

@@ -260,7 +260,8 @@ def test_contract_10_only_auto_may_choose(backend, monkeypatch):
     assert torch.equal(auto, graph_attention(**tensors, graph=PARALLEL.graph(), backend=best))
     with pytest.raises(
         ValueError,
-        match=r"graph_attention: unknown backend 'fast'\. Use one of 'auto', 'eager', 'scatter', 'cpu'",
+        match=r"graph_attention: unknown backend 'fast'\. Use one of 'auto', 'eager', 'scatter', "
+        r"'cpu'\.",
     ):
         graph_attention(**tensors, graph=PARALLEL.graph(), backend="fast")
     monkeypatch.setattr(backends, "unsupported", lambda *_: ["it is Monday", "it rains"])

@@ -60,8 +60,12 @@ def attention(
     Args:
         edges: The edges, by target.
         edge_id: As in :class:`graphattn.Graph`.
-        query: As in :func:`graphattn.graph_attention`, as are key, value, bias and edge_attr.
-        query_edge: What :func:`project_query` makes for ``edge_attr``.
+        query: As in :func:`graphattn.graph_attention`, as are the next three.
+        key: ``[*, N_src, Hk, D]``.
+        value: ``[*, N_src, Hk, Dv]``.
+        bias: ``[E, H]`` or ``[*, E, H]``.
+        query_edge: ``[*, N_dst, H, C]``, what :func:`project_query` makes for ``edge_attr``.
+        edge_attr: ``[E, C]``.
         seed: Of the dropout, ``None`` for none.
         scale: Factor on the scores.
         dropout: Probability of dropping a weight.
@@ -85,11 +89,10 @@ def attention(
     if seed is not None:
         by_head = weight.view(weight.size(0), leading.numel(), heads)
         weight = drop(by_head, seed, edge_id, dropout).view(weight.shape)
-    out = edges.sum(weight, _source_layout(value.to(wide)))
-    mixed = None if rows is None else edges.sum_edge(weight, rows)
-    return _by_batch(out, leading, heads), None if mixed is None else _by_batch(
-        mixed, leading, heads
-    )
+    out = _by_batch(edges.sum(weight, _source_layout(value.to(wide))), leading, heads)
+    if rows is None:
+        return out, None
+    return out, _by_batch(edges.sum_edge(weight, rows), leading, heads)
 
 
 def project_query(query: Tensor, edge_weight: Tensor, empty: Tensor) -> Tensor:
