@@ -131,7 +131,7 @@ def _differentiable_backward(
         return [x.to(grad.dtype) for x, grad in pairs if x is not None and grad is not None]
 
     wanted = (x for x, need in zip(inputs, needs, strict=True) if need)
-    _, backward = torch.func.vjp(outputs, *wanted)
+    backward = torch.func.vjp(outputs, *wanted)[1]
     return backward([grad for grad in grads if grad is not None])
 
 
