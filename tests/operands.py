@@ -4,6 +4,7 @@ import torch
 
 from graphattn import graph_attention
 from graphattn.testing import (
+    GraphCase,
     edge_reference,
     zoo,
 )
@@ -30,6 +31,17 @@ SHAPES = {
     "leading 2 x 1, bias too": {"leading": (2, 1), "bias_leading": True},
     "leading 0": {"leading": (0,), "edge_dim": 2},
 }
+
+
+def case_of_degrees(name, in_degree, out_degree):
+    """Edges in random order between targets and sources of these degrees, equal in their sum."""
+    generator = torch.Generator().manual_seed(0)
+    src, dst = (
+        torch.repeat_interleave(torch.tensor(degree)) for degree in (out_degree, in_degree)
+    )
+    src = src[torch.randperm(src.numel(), generator=generator)]
+    order = torch.randperm(dst.numel(), generator=generator)
+    return GraphCase(name, torch.stack([src, dst])[:, order], len(out_degree), len(in_degree))
 
 
 def tensors_for(
@@ -61,6 +73,34 @@ def tensors_for(
     return {
         name: torch.randn(shape, dtype=dtype, requires_grad=True) for name, shape in shapes.items()
     }
+
+
+def operator_inputs(case, *, edge_dim=None, seed=None, dropout=0.0, value=True, **shape):
+    """What torch.ops.graphattn.attention takes, in its order; shapes as in :func:`tensors_for`."""
+    tensors = tensors_for(case, **shape)
+    query, graph = tensors["query"], case.graph()
+    query_edge = edge_attr = None
+    if edge_dim is not None:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        query_edge = torch.randn(*query.shape[:-1], edge_dim, dtype=wide, requires_grad=True)
+        edge_attr = torch.randn(graph.num_edges, edge_dim, dtype=query.dtype, requires_grad=True)
+    return [
+        query,
+        tensors["key"],
+        tensors["value"] if value else None,
+        tensors.get("bias"),
+        query_edge,
+        edge_attr,
+        graph.dst_ptr,
+        graph.src_index,
+        graph.edge_id,
+        graph.src_ptr,
+        graph.dst_index,
+        graph.edge_id_by_src,
+        None if seed is None else torch.tensor(seed),
+        0.5,
+        dropout,
+    ]
 
 
 def run(function, tensors, graph, cotangent=None, **options):

@@ -789,45 +789,57 @@ INLINE void dots(const A* own, const int64_t* own_at, const T* const* rows, cons
     dot_heads<EDGES, 0>(own, own_at, rows, next, row_at, heads, dim, to);
 }
 
-// sums = sums * factor + sum_b weight[b] * rows[b], VECTORS vectors of it. Factor 0: sums is not read.
-template <int64_t VECTORS, bool NEXT, class A, class T>
-INLINE void add_columns(A factor, const A* weight, const T* const* rows, const T* const* next,
-                        int64_t offset, int64_t n, A* sums) {
+// For each of COUNT sets of weights, sums = sums * factor + sum_b weight[b] * rows[b], VECTORS
+// vectors of it. Factor 0: sums is not read.
+template <int64_t COUNT, int64_t VECTORS, bool NEXT, class A, class T>
+INLINE void add_columns(A factor, const A* const* weight, const T* const* rows,
+                        const T* const* next, int64_t offset, int64_t n, A* const* sums,
+                        int64_t at) {
   constexpr int64_t L = Vectors<A>::LANES;
-  Vec<A> sum[VECTORS] = {};
+  Vec<A> sum[COUNT][VECTORS] = {};
   if (factor != 0)
-    for (int64_t v = 0; v < VECTORS; ++v) sum[v] = load(sums + v * L) * factor;
+    for (int64_t i = 0; i < COUNT; ++i)
+      for (int64_t v = 0; v < VECTORS; ++v) sum[i][v] = load(sums[i] + at + v * L) * factor;
 #pragma GCC unroll 4
   for (int64_t b = 0; b < n; ++b) {
-    const T* row = rows[b] + offset;
+    const T* row = rows[b] + offset + at;
     for (int64_t v = 0; v < VECTORS; ++v) {
-      sum[v] += weight[b] * load(row + v * L);
-      if (NEXT) prefetch_vector<A>(next[b] + offset, v);
+      Vec<A> x = load(row + v * L);
+      for (int64_t i = 0; i < COUNT; ++i) sum[i][v] += weight[i][b] * x;
+      if (NEXT) prefetch_vector<A>(next[b] + offset + at, v);
     }
   }
-  for (int64_t v = 0; v < VECTORS; ++v) store(sums + v * L, sum[v]);
+  for (int64_t i = 0; i < COUNT; ++i)
+    for (int64_t v = 0; v < VECTORS; ++v) store(sums[i] + at + v * L, sum[i][v]);
 }
 
-template <bool NEXT = false, class A, class T>
-INLINE void add_rows(A factor, const A* weight, const T* const* rows, const T* const* next,
-                     int64_t offset, int64_t n, int64_t dim, A* sums) {
+template <int64_t COUNT, bool NEXT, class A, class T>
+INLINE void add_rows(A factor, const A* const* weight, const T* const* rows, const T* const* next,
+                     int64_t offset, int64_t n, int64_t dim, A* const* sums) {
   constexpr int64_t L = Vectors<A>::LANES;
   int64_t d = 0;
   for (; d + 4 * L <= dim; d += 4 * L)
-    add_columns<4, NEXT>(factor, weight, rows, next, offset + d, n, sums + d);
+    add_columns<COUNT, 4, NEXT>(factor, weight, rows, next, offset, n, sums, d);
   for (; d + 2 * L <= dim; d += 2 * L)
-    add_columns<2, NEXT>(factor, weight, rows, next, offset + d, n, sums + d);
+    add_columns<COUNT, 2, NEXT>(factor, weight, rows, next, offset, n, sums, d);
   for (; d + L <= dim; d += L)
-    add_columns<1, NEXT>(factor, weight, rows, next, offset + d, n, sums + d);
-  if (d < dim) {
+    add_columns<COUNT, 1, NEXT>(factor, weight, rows, next, offset, n, sums, d);
+  if (d == dim) return;
+  for (int64_t i = 0; i < COUNT; ++i) {
     Vec<A> sum = {};
-    if (factor != 0) sum = load(sums + d) * factor;
+    if (factor != 0) sum = load(sums[i] + d) * factor;
     for (int64_t b = 0; b < n; ++b) {
-      sum += weight[b] * load_first(rows[b] + offset + d, dim - d);
+      sum += weight[i][b] * load_first(rows[b] + offset + d, dim - d);
       if (NEXT) __builtin_prefetch(next[b] + offset + d);
     }
-    store(sums + d, sum);
+    store(sums[i] + d, sum);
   }
+}
+
+template <class A, class T>
+INLINE void add_rows(A factor, const A* weight, const T* const* rows, int64_t offset, int64_t n,
+                     int64_t dim, A* sums) {
+  add_rows<1, false, A, T>(factor, &weight, rows, nullptr, offset, n, dim, &sums);
 }
 
 // Lanes whose edge, counted from the first of their part, is one of the first n.
@@ -1188,9 +1200,10 @@ struct Pass {
     for (int64_t b = 0; b < EDGES; ++b) attr[b] = s.attr + b * CP;
     for (int64_t h = 0; h < H; ++h) {
       const A* weight = s.score + h * EDGES;
-      add_rows<true>(s.factor[h], weight, block.y, block.next_y, s.far_value_at[h], block.n, DV,
-                     sums.out + h * DVP);
-      add_rows(s.factor[h], weight, attr, attr, 0, block.n, C, sums.mixed + h * CP);
+      A* out = sums.out + h * DVP;
+      add_rows<1, true>(s.factor[h], &weight, block.y, block.next_y, s.far_value_at[h], block.n,
+                        DV, &out);
+      add_rows(s.factor[h], weight, attr, 0, block.n, C, sums.mixed + h * CP);
     }
   }
 
@@ -1369,12 +1382,11 @@ struct Pass {
       for (int64_t b = 0; b < EDGES; ++b) attr[b] = s.attr + b * CP;
       const A factor = first ? 0 : 1;
       for (int64_t h = 0; h < H; ++h) {
-        const A *weight = s.score + h * EDGES, *product = s.slope + h * EDGES;
-        const int64_t at = s.far_at[h];
-        add_rows(factor, product, block.x, block.x, at, block.n, D, sums.slope_key + h * DP);
-        add_rows(factor, weight, block.x, block.x, at, block.n, D, sums.key + h * DP);
-        add_rows(factor, product, attr, attr, 0, block.n, C, sums.slope_edge + h * CP);
-        add_rows(factor, weight, attr, attr, 0, block.n, C, sums.edge + h * CP);
+        const A* const weights[2] = {s.slope + h * EDGES, s.score + h * EDGES};
+        A* const of_key[2] = {sums.slope_key + h * DP, sums.key + h * DP};
+        A* const of_edge[2] = {sums.slope_edge + h * CP, sums.edge + h * CP};
+        add_rows<2, false>(factor, weights, block.x, block.x, s.far_at[h], block.n, D, of_key);
+        add_rows<2, false>(factor, weights, attr, attr, 0, block.n, C, of_edge);
       }
     });
   }
@@ -1444,9 +1456,9 @@ struct Pass {
         }
       for (int64_t h = 0; h < H; ++h) {
         const A factor = first && h % G == 0 ? 0 : 1;
-        add_rows(factor, s.slope + h * EDGES, block.x, block.x, s.far_at[h], block.n, D,
+        add_rows(factor, s.slope + h * EDGES, block.x, s.far_at[h], block.n, D,
                  grad_key + s.near_at[h]);
-        add_rows(factor, s.score + h * EDGES, block.y, block.y, s.far_value_at[h], block.n, DV,
+        add_rows(factor, s.score + h * EDGES, block.y, s.far_value_at[h], block.n, DV,
                  grad_value + s.near_value_at[h]);
       }
       if (call.grad_bias != nullptr || call.grad_edge_attr != nullptr)
