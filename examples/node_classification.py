@@ -15,6 +15,7 @@ from typing import Any
 
 from ogbn_arxiv import load_or_exit
 
+from graphattn import keep_pages
 from training import add_options, parse, train
 
 # Two layers that read the features as they are, small and heavily regularised: there are 20 labels
@@ -56,4 +57,5 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    keep_pages()  # of tensors that are freed: on a CPU, twice as fast
     main()

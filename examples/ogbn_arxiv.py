@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from graphattn import keep_pages
 from graphattn.data import load
 from training import add_options, parse, train
 
@@ -74,4 +75,5 @@ def first_sentence(error: Exception) -> str:
 
 
 if __name__ == "__main__":
+    keep_pages()  # of tensors that are freed: on a CPU, twice as fast
     main()

@@ -200,15 +200,11 @@ def keep_pages() -> None:
         OSError: The allocator of the process is not glibc's.
     """
     global _warm
-    m_trim_threshold, m_mmap_max = -1, -4  # of malloc.h
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except AttributeError:
+    if not graphattn.keep_pages():
         raise OSError(
-            "warm pages need mallopt of glibc, which this system lacks. Use --allocator default"
-        ) from None
-    if not (mallopt(m_mmap_max, 0) and mallopt(m_trim_threshold, -1)):
-        raise OSError("mallopt refused to keep pages. Use --allocator default")
+            "warm pages need the allocator of glibc, which this process lacks. Use --allocator "
+            "default"
+        )
     _warm = True
 
 
