@@ -348,6 +348,20 @@ def test_warm_pages_are_asked_of_glibc_once_for_all(script, monkeypatch):
         measure.keep_pages()
 
 
+def test_reordering_gives_the_same_graph_with_near_neighbours(script):
+    cases = script("cases")
+    size = {"nodes": 200, "degree": 2}
+    name, plain, _ = cases.load_graph("synthetic-random", **size)
+    again, moved, nodes = cases.load_graph("synthetic-random", **size, reorder=True)
+    assert (again, nodes) == (f"{name} reordered", 200)
+    old, new = (
+        torch.stack([e[0].bincount(minlength=200), e[1].bincount(minlength=200)])
+        for e in (plain, moved)
+    )
+    assert sorted(map(tuple, old.t().tolist())) == sorted(map(tuple, new.t().tolist()))
+    assert (moved[0] - moved[1]).abs().float().mean() < (plain[0] - plain[1]).abs().float().mean()
+
+
 def test_commit_is_unknown_outside_git(script, monkeypatch, tmp_path):
     measure = script("measure")
     assert re.fullmatch(r"[0-9a-f]{4,}(\+dirty)?|unknown", measure.commit())

@@ -112,6 +112,11 @@ def options(argv: list[str] | None) -> argparse.Namespace:
         "made undirected",
     )
     what.add_argument("--root", type=Path, default=Path("datasets"), help="folder of the data sets")
+    what.add_argument(
+        "--reorder",
+        action="store_true",
+        help="renumber nodes so that neighbours are near in memory (reverse Cuthill-McKee)",
+    )
     what.add_argument("--nodes", type=integer(2), help="of synthetic graphs")
     what.add_argument(
         "--degree", type=integer(1), help="edges a node of synthetic graphs (no star)"
@@ -194,7 +199,7 @@ def phases(args: argparse.Namespace) -> list[str]:
 def graphs(args: argparse.Namespace) -> Iterator[tuple[str, Tensor, int]]:
     size = {"nodes": args.nodes, "degree": args.degree}
     for name in args.graph:
-        yield load_graph(name, **size, root=args.root, device=args.device)
+        yield load_graph(name, **size, root=args.root, reorder=args.reorder, device=args.device)
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
