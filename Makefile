@@ -84,7 +84,7 @@ $(VENV)/created: always
 	"$$base" -m pip --python $(PY) install $(PIP_QUIET) --constraint constraints.txt pip setuptools && \
 	echo "$$identity" > $@
 
-$(VENV)/installed-%: $(VENV)/created pyproject.toml constraints.txt setup.py graphattn/backends/cpu.cpp
+$(VENV)/installed-%: $(VENV)/created pyproject.toml constraints.txt setup.py $(wildcard graphattn/backends/cpu*.?pp)
 	$(SAY) "Installing graphattn[$(EXTRAS_$*)] at the pinned versions: 2 to 6 minutes the first time (torch is large, the kernels are compiled)."
 	@$(PIP_INSTALL) --editable '.[$(EXTRAS_$*)]'
 	@touch $@

@@ -9,6 +9,7 @@ setup(
         Extension(
             "graphattn._cpu",
             ["graphattn/backends/cpu.cpp"],
+            depends=["graphattn/backends/cpu_vectors.hpp", "graphattn/backends/cpu_passes.hpp"],
             language="c++",
             extra_compile_args=["-std=c++17", "-O3", "-fopenmp", "-fvisibility=hidden"],
             optional=True,
