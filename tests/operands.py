@@ -36,9 +36,7 @@ SHAPES = {
 def case_of_degrees(name, in_degree, out_degree):
     """Edges in random order between targets and sources of these degrees, equal in their sum."""
     generator = torch.Generator().manual_seed(0)
-    src, dst = (
-        torch.repeat_interleave(torch.tensor(degree)) for degree in (out_degree, in_degree)
-    )
+    src, dst = (torch.repeat_interleave(torch.tensor(degree)) for degree in (out_degree, in_degree))
     src = src[torch.randperm(src.numel(), generator=generator)]
     order = torch.randperm(dst.numel(), generator=generator)
     return GraphCase(name, torch.stack([src, dst])[:, order], len(out_degree), len(in_degree))

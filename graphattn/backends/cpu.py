@@ -119,10 +119,10 @@ def attention_backward(
     grad_mixed = None if grad_mixed is None else grad_mixed.contiguous()
     call.grad_mixed = _pointer(grad_mixed)
 
-#Those of edge features and bias are summed up in the wide dtype.
+    # Those of edge features and bias are summed up in the wide dtype.
     wide = softmax.dtype
     inputs = (query, key, value, bias, query_edge, edge_attr)
-#With no rows at all, nobody writes the gradients of what the rows would share.
+    # With no rows at all, nobody writes the gradients of what the rows would share.
     make = torch.zeros if call.batch == 0 else torch.empty
     gradients = [
         make(x.shape, dtype=wide if place > 2 else x.dtype) if need and x is not None else None
