@@ -88,11 +88,17 @@ class _Attention(torch.autograd.Function):
                 "graphattn: torch.func.vmap goes over query, key, value and bias; edge features, "
                 "the graph and the dropout seed must be the same for all."
             )
-        along_nodes = (
+        along_nodes: list[Any] = [
             _with_batch(x, dim, info.batch_size)
             for x, dim in zip(arguments[:5], in_dims[:5], strict=True)
-        )
-        return _Attention.apply(*along_nodes, *arguments[5:]), (0, 0, 0)
+        ]
+        query, key, value, bias, query_edge = along_nodes
+        if bias is not None:
+            for _ in range(query.dim() - 1 - bias.dim()):  # leading dimensions it had not
+                bias = bias.unsqueeze(1)
+            bias = bias.expand(*query.shape[:-3], *bias.shape[-2:])
+        out = _Attention.apply(query, key, value, bias, query_edge, *arguments[5:])
+        return out, (0, 0, 0)
 
 
 def _with_batch(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:

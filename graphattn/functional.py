@@ -261,7 +261,11 @@ def _attention(
 def _arrays(graph: Graph, inputs: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """The graph as the operators take it; sorted by source only if a gradient will need that."""
     by_target = (graph.dst_ptr, graph.src_index, graph.edge_id)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+    needed = any(x is not None and x.requires_grad for x in inputs)
+    if not needed and not torch.compiler.is_compiling():
+        # A transform of torch.func may take gradients of what it hides here.
+        needed = torch._C._are_functorch_transforms_active()
+    if needed and torch.is_grad_enabled():
         return *by_target, graph.src_ptr, graph.dst_index, graph.edge_id_by_src
     return *by_target, None, None, None
 

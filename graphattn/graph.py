@@ -406,6 +406,11 @@ def _check_edge_index(edge_index: object) -> None:
             f"Graph: edge_index must be a tensor [2, num_edges], got {_describe(edge_index)}. Use "
             "torch.as_tensor(edge_index)."
         )
+    if not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(edge_index):
+        raise TypeError(
+            "Graph: torch.func.vmap cannot go over edge_index, because graphs differ in more than "
+            "numbers. Use Graph.batch, which puts them side by side."
+        )
     if is_torch_sparse_tensor(edge_index):
         raise TypeError("Graph: got a torch sparse tensor. Use Graph.from_sparse(adj_t).")
     if edge_index.dtype not in (torch.int64, torch.int32):

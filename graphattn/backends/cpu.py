@@ -130,6 +130,12 @@ def attention_backward(
     ]
     call.grad_query, call.grad_key, call.grad_value = map(_pointer, gradients[:3])
     call.grad_bias, call.grad_query_edge, call.grad_edge_attr = map(_pointer, gradients[3:])
+    if src_ptr is None and (needs[1] or needs[2] or needs[3] or needs[5]):
+        raise ValueError(
+            "graphattn::attention_backward: gradients of key, value, bias and edge_attr need "
+            "src_ptr, dst_index and edge_id_by_src, which the call of graphattn::attention left "
+            "out."
+        )
     if src_ptr is not None and dst_index is not None and edge_id_by_src is not None:
         call.src_ptr, call.dst_index = src_ptr.data_ptr(), dst_index.data_ptr()
         call.edge_id_by_src = edge_id_by_src.data_ptr()

@@ -93,14 +93,14 @@ INLINE void dots(const A* own, const int64_t* own_at, const T* const* rows, cons
 }
 
 // For each of COUNT sets of weights, sums = sums * factor + sum_b weight[b] * rows[b], VECTORS
-// vectors of it. Factor 0: sums is not read.
+// vectors of it. The first time, there is nothing in sums yet.
 template <int64_t COUNT, int64_t VECTORS, bool NEXT, class A, class T>
-INLINE void add_columns(A factor, const A* const* weight, const T* const* rows,
+INLINE void add_columns(bool first, A factor, const A* const* weight, const T* const* rows,
                         const T* const* next, int64_t offset, int64_t n, A* const* sums,
                         int64_t at) {
   constexpr int64_t L = Vectors<A>::LANES;
   Vec<A> sum[COUNT][VECTORS] = {};
-  if (factor != 0)
+  if (!first)
     for (int64_t i = 0; i < COUNT; ++i)
       for (int64_t v = 0; v < VECTORS; ++v) sum[i][v] = load(sums[i] + at + v * L) * factor;
 #pragma GCC unroll 4
@@ -117,20 +117,20 @@ INLINE void add_columns(A factor, const A* const* weight, const T* const* rows,
 }
 
 template <int64_t COUNT, bool NEXT, class A, class T>
-INLINE void add_rows(A factor, const A* const* weight, const T* const* rows, const T* const* next,
-                     int64_t offset, int64_t n, int64_t dim, A* const* sums) {
+INLINE void add_rows(bool first, A factor, const A* const* weight, const T* const* rows,
+                     const T* const* next, int64_t offset, int64_t n, int64_t dim, A* const* sums) {
   constexpr int64_t L = Vectors<A>::LANES;
   int64_t d = 0;
   for (; d + 4 * L <= dim; d += 4 * L)
-    add_columns<COUNT, 4, NEXT>(factor, weight, rows, next, offset, n, sums, d);
+    add_columns<COUNT, 4, NEXT>(first, factor, weight, rows, next, offset, n, sums, d);
   for (; d + 2 * L <= dim; d += 2 * L)
-    add_columns<COUNT, 2, NEXT>(factor, weight, rows, next, offset, n, sums, d);
+    add_columns<COUNT, 2, NEXT>(first, factor, weight, rows, next, offset, n, sums, d);
   for (; d + L <= dim; d += L)
-    add_columns<COUNT, 1, NEXT>(factor, weight, rows, next, offset, n, sums, d);
+    add_columns<COUNT, 1, NEXT>(first, factor, weight, rows, next, offset, n, sums, d);
   if (d == dim) return;
   for (int64_t i = 0; i < COUNT; ++i) {
     Vec<A> sum = {};
-    if (factor != 0) sum = load(sums[i] + d) * factor;
+    if (!first) sum = load(sums[i] + d) * factor;
     for (int64_t b = 0; b < n; ++b) {
       sum += weight[i][b] * load_first(rows[b] + offset + d, dim - d);
       if (NEXT) __builtin_prefetch(next[b] + offset + d);
@@ -140,9 +140,9 @@ INLINE void add_rows(A factor, const A* const* weight, const T* const* rows, con
 }
 
 template <class A, class T>
-INLINE void add_rows(A factor, const A* weight, const T* const* rows, int64_t offset, int64_t n,
-                     int64_t dim, A* sums) {
-  add_rows<1, false, A, T>(factor, &weight, rows, nullptr, offset, n, dim, &sums);
+INLINE void add_rows(bool first, A factor, const A* weight, const T* const* rows, int64_t offset,
+                     int64_t n, int64_t dim, A* sums) {
+  add_rows<1, false, A, T>(first, factor, &weight, rows, nullptr, offset, n, dim, &sums);
 }
 
 // Lanes whose edge, counted from the first of their part, is one of the first n.
@@ -505,9 +505,9 @@ struct Pass {
     for (int64_t h = 0; h < H; ++h) {
       const A* weight = s.score + h * EDGES;
       A* out = sums.out + h * DVP;
-      add_rows<1, true>(s.factor[h], &weight, block.y, block.next_y, s.far_value_at[h], block.n, DV,
-                        &out);
-      add_rows(s.factor[h], weight, attr, 0, block.n, C, sums.mixed + h * CP);
+      add_rows<1, true>(first, s.factor[h], &weight, block.y, block.next_y, s.far_value_at[h],
+                        block.n, DV, &out);
+      add_rows(first, s.factor[h], weight, attr, 0, block.n, C, sums.mixed + h * CP);
     }
   }
 
@@ -683,13 +683,12 @@ struct Pass {
       }
       const A* attr[EDGES];
       for (int64_t b = 0; b < EDGES; ++b) attr[b] = s.attr + b * CP;
-      const A factor = first ? 0 : 1;
       for (int64_t h = 0; h < H; ++h) {
         const A* const weights[2] = {s.slope + h * EDGES, s.score + h * EDGES};
         A* const of_key[2] = {sums.slope_key + h * DP, sums.key + h * DP};
         A* const of_edge[2] = {sums.slope_edge + h * CP, sums.edge + h * CP};
-        add_rows<2, false>(factor, weights, block.x, block.x, s.far_at[h], block.n, D, of_key);
-        add_rows<2, false>(factor, weights, attr, attr, 0, block.n, C, of_edge);
+        add_rows<2, false>(first, A(1), weights, block.x, block.x, s.far_at[h], block.n, D, of_key);
+        add_rows<2, false>(first, A(1), weights, attr, attr, 0, block.n, C, of_edge);
       }
     });
   }
@@ -757,10 +756,10 @@ struct Pass {
           store(s.score + at, used);
         }
       for (int64_t h = 0; h < H; ++h) {
-        const A factor = first && h % G == 0 ? 0 : 1;
-        add_rows(factor, s.slope + h * EDGES, block.x, s.far_at[h], block.n, D,
+        const bool start = first && h % G == 0;
+        add_rows(start, A(1), s.slope + h * EDGES, block.x, s.far_at[h], block.n, D,
                  grad_key + s.near_at[h]);
-        add_rows(factor, s.score + h * EDGES, block.y, s.far_value_at[h], block.n, DV,
+        add_rows(start, A(1), s.score + h * EDGES, block.y, s.far_value_at[h], block.n, DV,
                  grad_value + s.near_value_at[h]);
       }
       if (call.grad_bias != nullptr || call.grad_edge_attr != nullptr)
