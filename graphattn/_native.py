@@ -100,6 +100,9 @@ def keep_pages() -> bool:
 
     Returns:
         Whether the allocator of the process did as it was told; glibc's does.
+
+    >>> keep_pages()  # doctest: +SKIP
+    True
     """
     m_trim_threshold, m_mmap_max = -1, -4  # of malloc.h
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

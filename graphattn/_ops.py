@@ -82,7 +82,7 @@ class _Attention(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], *arguments: Any
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        """One more leading dimension."""
+        """One more leading dimension; dropout draws each of its rows a mask of its own."""
         if any(dim is not None for dim in in_dims[5:]):
             raise NotImplementedError(
                 "graphattn: torch.func.vmap goes over query, key, value and bias; edge features, "
@@ -110,17 +110,22 @@ def _with_batch(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
 def _differentiable_backward(
     needs: list[bool], grad_out: Tensor | None, grad_mixed: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, ...]:
-    inputs, grads = arguments[:_NUM_INPUTS], (grad_out, grad_mixed)
+    inputs = arguments[:_NUM_INPUTS]
     dst_ptr, src_index, edge_id, *_, seed, scale, dropout = arguments[_NUM_INPUTS:]
     target = torch.repeat_interleave(dst_ptr.diff(), output_size=src_index.numel())
     edges = eager.EdgeOperations(src_index, target, dst_ptr.numel() - 1)
+    wanted = [x for x, need in zip(inputs, needs, strict=True) if need]
+    # Without values or edge features, there is nothing in mixed.
+    grads: list[Any] = [grad_out, None if inputs[2] is None or inputs[5] is None else grad_mixed]
+    if all(grad is None for grad in grads):
+        return tuple(torch.zeros_like(x) for x in wanted)
 
-    def outputs(*wanted: Tensor) -> list[Tensor]:
+    def outputs(*wanted: Any) -> list[Any]:
         given = iter(wanted)
         query, key, value, bias, query_edge, edge_attr = (
             next(given) if need else x for x, need in zip(inputs, needs, strict=True)
         )
-        results = composite.attention(
+        results: tuple[Any, Any] = composite.attention(
             edges,
             edge_id,
             query,
@@ -134,9 +139,8 @@ def _differentiable_backward(
             dropout=dropout,
         )
         pairs = zip(results, grads, strict=True)
-        return [x.to(grad.dtype) for x, grad in pairs if x is not None and grad is not None]
+        return [x.to(grad.dtype) for x, grad in pairs if grad is not None]
 
-    wanted = (x for x, need in zip(inputs, needs, strict=True) if need)
     backward = torch.func.vjp(outputs, *wanted)[1]
     return backward([grad for grad in grads if grad is not None])
 

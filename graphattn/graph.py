@@ -469,7 +469,11 @@ def _arrays_by_target(
     tracing, in_order = torch.compiler.is_compiling(), False
     native = not tracing and src.device.type == "cpu" and _native.missing() is None
     if not tracing and (validate or not lends):
-        of_src, of_dst, in_order = (_native.scan_edges if native else _scan_edges)(src, dst)
+        if native:
+            of_src, of_dst, in_order = _native.scan_edges(src, dst)
+        else:
+            of_src, of_dst = (_bounds(src), _bounds(dst)) if validate else ((0, -1), (0, -1))
+            in_order = _is_sorted(dst)
         if validate:
             _check_range(*of_src, num_src, side="source", row=0)
             _check_range(*of_dst, num_dst, side="target", row=1)
@@ -501,12 +505,8 @@ def _lent_by(edge_index: EdgeIndex) -> tuple[Tensor, Tensor, Tensor | None]:
     )
 
 
-def _scan_edges(source: Tensor, target: Tensor) -> tuple[tuple[int, int], tuple[int, int], bool]:
-    """As :func:`graphattn._native.scan_edges`, on any device."""
-    return _bounds(source), _bounds(target), _is_sorted(target)
-
-
 def _bounds(index: Tensor) -> tuple[int, int]:
+    """Smallest and largest; of nothing, the smallest is larger."""
     if index.numel() == 0:
         return 0, -1
     smallest, largest = torch.aminmax(index)

@@ -1,7 +1,13 @@
 """What the tests of the operator share: its arguments, its gradients, and how to compare them."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import torch
 
+import graphattn
 from graphattn import graph_attention
 from graphattn.testing import (
     GraphCase,
@@ -125,3 +131,17 @@ def assert_right(case, backend, tensors, **options):
     expected = run(edge_reference, tensors, graph, **options)
     assert actual[0].isfinite().all()
     assert_same(actual, expected, **EXACT)
+
+
+def run_script(script, **environment):
+    """Runs a script in a Python of its own, in which this folder and the package are found."""
+    folders = [str(Path(__file__).parent), str(Path(graphattn.__file__).parent.parent)]
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders), **environment},
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout

@@ -173,7 +173,7 @@ def public():
     found = {}
     for info in pkgutil.walk_packages([str(PACKAGE)], prefix="graphattn."):
         last = info.name.rpartition(".")[2]
-        if last == "__main__" or backends.missing(last) is not None:
+        if last in ("__main__", "_cpu") or backends.missing(last) is not None:
             continue
         module = importlib.import_module(info.name)
         for name in getattr(module, "__all__", []):

@@ -50,6 +50,8 @@ constexpr int64_t WORK_OF_A_THREAD = 1 << 16;
 enum Status { DONE = 0, OUT_OF_MEMORY = 1 };
 enum Dtype : int64_t { FLOAT32 = 0, FLOAT64 = 1, BFLOAT16 = 2, FLOAT16 = 3 };
 
+int64_t bytes_of(int64_t dtype) { return dtype == FLOAT64 ? 8 : dtype == FLOAT32 ? 4 : 2; }
+
 struct Bfloat16 {
   uint16_t bits;
 };

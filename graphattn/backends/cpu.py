@@ -62,6 +62,7 @@ def attention(
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, mixed edge features and softmax; see :mod:`graphattn._ops`."""
+    _check(query, key, value, query_edge, (dst_ptr, src_index, edge_id), seed, dropout)
     leading, (num_dst, heads) = query.shape[:-3], query.shape[-3:-1]
     wide = torch.promote_types(query.dtype, torch.float32)
     edge_dim = 0 if edge_attr is None else edge_attr.size(-1)
@@ -146,6 +147,27 @@ def attention_backward(
         for x, grad in zip(inputs, gradients, strict=True)
         if x is not None and grad is not None
     ]
+
+
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    query_edge: Tensor | None,
+    arrays: tuple[Tensor | None, ...],
+    seed: Tensor | None,
+    dropout: float,
+) -> None:
+    """What would be read as something else if a caller of the operator got it wrong."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    if key.dtype != query.dtype or (value is not None and value.dtype != query.dtype):
+        raise TypeError("graphattn::attention: query, key and value must have one dtype.")
+    if query_edge is not None and query_edge.dtype != wide:
+        raise TypeError(f"graphattn::attention: query_edge must be {wide}.")
+    if any(array is not None and array.dtype != torch.int64 for array in arrays):
+        raise TypeError("graphattn::attention: the arrays of the graph must be int64.")
+    if dropout > 0.0 and seed is None:
+        raise ValueError("graphattn::attention: dropout needs a seed.")
 
 
 def _call(

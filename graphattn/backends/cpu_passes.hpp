@@ -417,7 +417,31 @@ struct Pass {
       block.next_y[b] = y + next * far_value.row_stride;
       if (OVER_SOURCES) prefetch(stats + next * 3 * H, 3 * H);
     }
+    if (call.bias != nullptr || C > 0)
+      for (int64_t b = 0; b < n; ++b)
+        prefetch_edge<OVER_SOURCES>(batch, std::min(e + b + AHEAD, call.num_edges - 1));
     return block;
+  }
+
+  // What belongs to an edge lies anywhere, in the caller's order.
+  template <bool OVER_SOURCES>
+  void prefetch_edge(int64_t batch, int64_t at) const {
+    const int64_t* edge_id = OVER_SOURCES ? call.edge_id_by_src : call.edge_id;
+    const int64_t edge = edge_id == nullptr ? at : edge_id[at];
+    const int64_t bias_at = batch * call.bias_batch_stride + edge * H;
+    if (call.bias != nullptr)
+      prefetch(call.bias + bias_at * bytes_of(call.bias_dtype), H * bytes_of(call.bias_dtype));
+    if (C > 0) {
+      const int64_t bytes = C * bytes_of(call.edge_attr_dtype);
+      prefetch(call.edge_attr + edge * bytes, bytes);
+    }
+    if (!OVER_SOURCES) return;
+    if (call.grad_bias != nullptr) prefetch(reinterpret_cast<A*>(call.grad_bias) + bias_at, H);
+    if (call.grad_edge_attr != nullptr)
+      prefetch(reinterpret_cast<A*>(call.grad_edge_attr) + edge * C, C);
+    if (C > 0) prefetch(edge_row(call.query_edge, batch, call.dst_index[at], 0), H * C);
+    if (call.grad_mixed != nullptr)
+      prefetch(edge_row(call.grad_mixed, batch, call.dst_index[at], 0), H * C);
   }
 
   const A* edge_row(const char* tensor, int64_t batch, int64_t target, int64_t h) const {
@@ -551,7 +575,7 @@ struct Pass {
     A* mixed = reinterpret_cast<A*>(call.mixed) + place * C;
     A *top = reinterpret_cast<A*>(call.softmax) + 2 * place, *inverse = top + H;
     if (result == nullptr) {
-      std::memset(static_cast<void*>(out), 0, H * DV * sizeof(T));
+      if (out != nullptr) std::memset(static_cast<void*>(out), 0, H * DV * sizeof(T));
       std::fill_n(mixed, H * C, A(0));
       std::fill_n(top, 2 * H, A(0));
       return;
