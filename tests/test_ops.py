@@ -257,6 +257,35 @@ def test_func_grad_of_a_module():
         torch.testing.assert_close(found[name], parameter.grad, **EXACT)
 
 
+@pytest.mark.parametrize(
+    ("place", "change", "text"),
+    [
+        (1, torch.Tensor.float, "query, key and value must have one dtype"),
+        (2, torch.Tensor.half, "query, key and value must have one dtype"),
+        (4, torch.Tensor.float, r"query_edge must be torch\.float64"),
+        (6, torch.Tensor.int, "the arrays of the graph must be int64"),
+        (8, torch.Tensor.int, "the arrays of the graph must be int64"),
+        (12, lambda seed: None, "dropout needs a seed"),
+    ],
+)
+def test_the_operator_refuses_what_it_would_misread(place, change, text):
+    arguments = detached(operator_inputs(SHUFFLED, edge_dim=2, seed=1, dropout=0.5))
+    arguments[place] = change(arguments[place])
+    with pytest.raises((TypeError, ValueError), match=text):
+        operator(*arguments)
+
+
+def test_a_second_derivative_where_mixed_has_nothing():
+    """Its gradient arrives all the same when a caller of the operator sums all outputs."""
+    query, *rest = operator_inputs(SHUFFLED)
+    out, mixed, _ = operator(query, *rest)
+    (first,) = torch.autograd.grad(out.pow(2).sum() + mixed.sum(), query, create_graph=True)
+    (second,) = torch.autograd.grad(first.pow(2).sum(), query)
+    assert second.abs().sum() > 0
+    (none,) = torch.autograd.grad(operator(query, *rest)[1].sum(), query, create_graph=True)
+    assert none.eq(0).all()
+
+
 @pytest.mark.parametrize("transform", [jacrev, lambda f: vmap(grad(f))])
 def test_vmap_of_second_derivatives_is_refused(transform):
     """torch.func keeps the way to second derivatives open, and that has no rule for vmap."""
