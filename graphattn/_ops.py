@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import Library, register_fake
 
 from graphattn.backends import composite, cpu, eager
 
@@ -31,7 +32,7 @@ _GRAPH = (
 )
 _NUM_INPUTS = 6
 
-_library = torch.library.Library("graphattn", "DEF")
+_library = Library("graphattn", "DEF")
 _library.define(
     f"attention({_INPUTS}, {_GRAPH}, Tensor? seed, float scale, float dropout)"
     " -> (Tensor out, Tensor mixed, Tensor softmax)"
@@ -171,7 +172,7 @@ def _autocast(device: str, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 _library.impl("attention", lambda *arguments: _autocast("cpu", *arguments), "AutocastCPU")
 
 
-@torch.library.register_fake("graphattn::attention", lib=_library)
+@register_fake("graphattn::attention", lib=_library)
 def _attention_shapes(
     query: Tensor,
     key: Tensor,
@@ -195,7 +196,7 @@ def _attention_shapes(
     )
 
 
-@torch.library.register_fake("graphattn::attention_backward", lib=_library)
+@register_fake("graphattn::attention_backward", lib=_library)
 def _attention_backward_shapes(
     grad_out: Tensor | None, grad_mixed: Tensor | None, *arguments: Any
 ) -> list[Tensor]:

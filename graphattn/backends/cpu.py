@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from graphattn import _native
+from graphattn._native import check_status, library
 
 __all__ = ["attention", "attention_backward"]
 
@@ -77,7 +78,7 @@ def attention(
     else:
         out = query.new_empty(*leading, num_dst, heads, value.size(-1))
         call.out = out.data_ptr()
-    _native.check_status(_native.library().graphattn_forward(ctypes.byref(call)))
+    check_status(library().graphattn_forward(ctypes.byref(call)))
     del kept
     return out, mixed, softmax
 
@@ -140,7 +141,7 @@ def attention_backward(
     if src_ptr is not None and dst_index is not None and edge_id_by_src is not None:
         call.src_ptr, call.dst_index = src_ptr.data_ptr(), dst_index.data_ptr()
         call.edge_id_by_src = edge_id_by_src.data_ptr()
-    _native.check_status(_native.library().graphattn_backward(ctypes.byref(call)))
+    check_status(library().graphattn_backward(ctypes.byref(call)))
     del kept
     return [
         grad.to(x.dtype)
