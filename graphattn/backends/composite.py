@@ -20,8 +20,6 @@ __all__ = ["add_mixed", "attention", "project_query"]
 class EdgeOperations(Protocol):
     """What a backend provides."""
 
-    num_dst: int
-
     def dot(self, q: Tensor, k: Tensor) -> Tensor:
         """Dot product at each edge, ``[N_dst, P, G, D], [N_src, P, D] -> [E, P, G]``."""
 
