@@ -261,7 +261,8 @@ def _attention(
 def _arrays(graph: Graph, inputs: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """The graph as the operators take it; sorted by source only if a gradient will need that."""
     by_target = (graph.dst_ptr, graph.src_index, graph.edge_id)
-    needed = any(x is not None and x.requires_grad for x in inputs)
+    _, key, value, bias, _, edge_attr = inputs
+    needed = any(x is not None and x.requires_grad for x in (key, value, bias, edge_attr))
     if not needed and not torch.compiler.is_compiling():
         # A transform of torch.func may take gradients of what it hides here.
         needed = torch._C._are_functorch_transforms_active()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -348,18 +349,32 @@ def test_warm_pages_are_asked_of_glibc_once_for_all(script, monkeypatch):
         measure.keep_pages()
 
 
-def test_reordering_gives_the_same_graph_with_near_neighbours(script):
+@pytest.mark.parametrize("order", ["rcm", "metis"])
+def test_reordering_gives_the_same_graph_with_near_neighbours(script, order):
     cases = script("cases")
+    ring = torch.randperm(6000)
+    plain = torch.stack([ring, ring.roll(1)])
+    nodes = cases.ORDERS[order](plain, 6000)
+    assert nodes.sort().values.equal(torch.arange(6000))
+    rank = nodes.argsort()
+    assert (rank[plain[0]] - rank[plain[1]]).abs().median() < 1000
+
     size = {"nodes": 200, "degree": 2}
-    name, plain, _ = cases.load_graph("synthetic-random", **size)
-    again, moved, nodes = cases.load_graph("synthetic-random", **size, reorder=True)
-    assert (again, nodes) == (f"{name} reordered", 200)
-    old, new = (
-        torch.stack([e[0].bincount(minlength=200), e[1].bincount(minlength=200)])
+    name, plain, _ = cases.load_graph("synthetic-powerlaw", **size)
+    again, moved, nodes = cases.load_graph("synthetic-powerlaw", **size, reorder=order)
+    assert (again, nodes) == (f"{name} ({order} order)", 200)
+    degrees = [
+        sorted(torch.stack([end.bincount(minlength=200) for end in e]).t().tolist())
         for e in (plain, moved)
-    )
-    assert sorted(map(tuple, old.t().tolist())) == sorted(map(tuple, new.t().tolist()))
-    assert (moved[0] - moved[1]).abs().float().mean() < (plain[0] - plain[1]).abs().float().mean()
+    ]
+    assert degrees[0] == degrees[1]
+
+
+def test_an_order_that_needs_a_missing_package_says_so(script, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "pymetis", None)
+    with pytest.raises(SystemExit):
+        script("attention").options(["--graph", "synthetic-star", "--reorder", "metis"])
+    assert "the metis order needs pymetis (pip install pymetis)" in capsys.readouterr().err
 
 
 def test_commit_is_unknown_outside_git(script, monkeypatch, tmp_path):

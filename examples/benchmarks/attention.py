@@ -32,7 +32,7 @@ import graphattn
 import measure
 import report
 import rivals
-from cases import DTYPES, SYNTHETIC, WHAT, Case, load_graph
+from cases import DTYPES, ORDERS, SYNTHETIC, WHAT, Case, load_graph
 from contest import graph_rows, run_case
 
 _T = TypeVar("_T")
@@ -114,8 +114,8 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     what.add_argument("--root", type=Path, default=Path("datasets"), help="folder of the data sets")
     what.add_argument(
         "--reorder",
-        action="store_true",
-        help="renumber nodes so that neighbours are near in memory (reverse Cuthill-McKee)",
+        choices=ORDERS,
+        help="renumber nodes so that neighbours are near in memory",
     )
     what.add_argument("--nodes", type=integer(2), help="of synthetic graphs")
     what.add_argument(
@@ -181,7 +181,7 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     try:
         args.graphs = [] if args.sweep else list(graphs(args))
         args.cases = list(sweep(args) if args.sweep else cases(args))
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         parser.error(str(error))
     return args
 

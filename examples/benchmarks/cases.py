@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from scipy.sparse.csgraph import reverse_cuthill_mckee
 from torch import Tensor
-from torch_geometric.utils import to_scipy_sparse_matrix, to_undirected
+from torch_geometric.utils import remove_self_loops, to_scipy_sparse_matrix, to_undirected
 
 from graphattn.data import load
 
@@ -85,7 +85,7 @@ def load_graph(
     nodes: int,
     degree: int,
     root: Path = Path("datasets"),
-    reorder: bool = False,
+    reorder: str | None = None,
     device: torch.device | str = "cpu",
 ) -> tuple[str, Tensor, int]:
     """``(name, edge_index, num_nodes)``: generated, or real and made undirected.
@@ -96,13 +96,14 @@ def load_graph(
         nodes: Number of nodes of a generated graph.
         degree: Edges for each node of a generated graph, but for the stars.
         root: Folder of real graphs.
-        reorder: Renumber the nodes by :func:`renumbered`, and say so in the name.
+        reorder: One of :data:`ORDERS`: renumber the nodes by it, and say so in the name.
         device: Where the edges are put.
 
     Raises:
         ValueError: The name is unknown, the graph has no edges, or a generated one cannot have as
             many as asked for.
         FileNotFoundError: The graph is known and not there.
+        ImportError: The order needs a package that is not installed.
     """
     if name in SYNTHETIC:
         edge_index = SYNTHETIC[name](nodes, degree, torch.Generator().manual_seed(0))
@@ -114,18 +115,33 @@ def load_graph(
             raise ValueError(f"{name} has no edges to attend along.")
         nodes = data.num_nodes
         edge_index = to_undirected(data.edge_index, num_nodes=nodes)
-    if reorder:
-        name, edge_index = f"{name} reordered", renumbered(edge_index, nodes)
+    if reorder is not None:
+        rank = torch.empty(nodes, dtype=torch.int64)
+        rank[ORDERS[reorder](edge_index, nodes)] = torch.arange(nodes)
+        name, edge_index = f"{name} ({reorder} order)", rank[edge_index]
     return name, edge_index.to(device), nodes
 
 
-def renumbered(edge_index: Tensor, nodes: int) -> Tensor:
-    """The same graph with neighbours near in memory, by the reverse Cuthill-McKee order."""
+def rcm(edge_index: Tensor, nodes: int) -> Tensor:
+    """Nodes in the reverse Cuthill-McKee order, by SciPy."""
     matrix = to_scipy_sparse_matrix(edge_index, num_nodes=nodes).tocsr()
-    order = torch.from_numpy(reverse_cuthill_mckee(matrix).astype("int64"))
-    rank = torch.empty_like(order)
-    rank[order] = torch.arange(nodes)
-    return rank[edge_index]
+    return torch.from_numpy(reverse_cuthill_mckee(matrix).astype("int64"))
+
+
+def metis(edge_index: Tensor, nodes: int) -> Tensor:
+    """Nodes by parts of about 2,500 with few edges between them, by METIS."""
+    try:
+        import pymetis
+    except ImportError as error:
+        raise ImportError(f"the metis order needs pymetis (pip install pymetis): {error}") from None
+    undirected = to_undirected(remove_self_loops(edge_index)[0], num_nodes=nodes)
+    matrix = to_scipy_sparse_matrix(undirected, num_nodes=nodes).tocsr()
+    adjacency = pymetis.CSRAdjacency(matrix.indptr, matrix.indices)
+    part = pymetis.part_graph(1 + nodes // 2500, adjacency).vertex_part
+    return torch.tensor(part).argsort(stable=True)
+
+
+ORDERS: dict[str, Callable[[Tensor, int], Tensor]] = {"rcm": rcm, "metis": metis}
 
 
 def star(nodes: int, degree: int, generator: torch.Generator) -> Tensor:

@@ -9,12 +9,34 @@ namespace GRAPHATTN_ISA {
 // Numbers of a block are laid out [heads, EDGES] with EDGES 4, 8 or 16, so that a vector holds the
 // edges of one head, or of several heads where edges are few.
 
-// Asks for vector v of a row, once for each line of the cache.
-template <class A, class T>
-INLINE void prefetch_vector(const T* row, int64_t v) {
-  constexpr int64_t BYTES = Vectors<A>::LANES * sizeof(T);
-  if (v * BYTES % 64 == 0) __builtin_prefetch(reinterpret_cast<const char*>(row) + v * BYTES);
-}
+// Asks for the rows that come next, one row after the other and line by line, a few lines along
+// with each load of what is at hand: spread out like this they never keep those loads waiting.
+template <class T, int64_t EDGES>
+class Ahead {
+ public:
+  // EDGES rows of `length` numbers.
+  INLINE Ahead(const T* const* rows, int64_t length)
+      : first(rows), row(rows), length(length), at(*rows), end(*rows + length) {}
+
+  INLINE void ask(int64_t n) {
+    for (int64_t byte = 0; byte < n * int64_t(sizeof(T)); byte += 64)
+      __builtin_prefetch(reinterpret_cast<const char*>(at) + byte);
+    at += n;
+    if (at < end) return;
+    if (++row == first + EDGES) row = first;
+    at = *row;
+    end = at + length;
+  }
+
+ private:
+  const T *const *first, *const *row;
+  const int64_t length;
+  const T *at, *end;
+};
+
+struct NothingAhead {
+  INLINE void ask(int64_t) {}
+};
 
 template <class A, int64_t EDGES>
 struct Layout {
@@ -24,12 +46,10 @@ struct Layout {
   static constexpr int64_t GROUP = EDGES > LANES ? LANES : EDGES;
 };
 
-// to[h, b] = <own[h], rows[b][h]>. VECTORS: the dim in vectors, 0 when it is another. With each
-// load goes a prefetch of the same place in a row of `next`: spread out like this, those never keep
-// the loads of what is at hand waiting.
+// to[h, b] = <own[h], rows[b][h]>. VECTORS: the dim in vectors, 0 when it is another.
 template <int64_t EDGES, int64_t VECTORS, class A, class T>
 INLINE void dot_heads(const A* own, const int64_t* own_at, const T* const* rows,
-                      const T* const* next, const int64_t* row_at, int64_t heads, int64_t dim,
+                      Ahead<T, EDGES> next, const int64_t* row_at, int64_t heads, int64_t dim,
                       A* to) {
   typedef Layout<A, EDGES> Y;
   constexpr int64_t L = Y::LANES;
@@ -46,29 +66,19 @@ INLINE void dot_heads(const A* own, const int64_t* own_at, const T* const* rows,
 #pragma GCC unroll 16
           for (int64_t b = 0; b < Y::GROUP; ++b) {
             const T* row = rows[part * L + b] + row_at[head];
-            const T* ahead = next[part * L + b] + row_at[head];
             Vec<A> sum = left[0] * load(row);
-            prefetch_vector<A>(ahead, 0);
-            for (int64_t v = 1; v < VECTORS; ++v) {
-              sum += left[v] * load(row + v * L);
-              prefetch_vector<A>(ahead, v);
-            }
+            for (int64_t v = 1; v < VECTORS; ++v) sum += left[v] * load(row + v * L);
+            next.ask(VECTORS * L);
             product[i * Y::GROUP + b] = sum;
           }
         } else {
           for (int64_t b = 0; b < Y::GROUP; ++b) {
             const T* row = rows[part * L + b] + row_at[head];
-            const T* ahead = next[part * L + b] + row_at[head];
             Vec<A> sum = {};
             int64_t d = 0;
-            for (; d + L <= dim; d += L) {
-              sum += load(mine + d) * load(row + d);
-              prefetch_vector<A>(ahead, d / L);
-            }
-            if (d < dim) {
-              sum += load(mine + d) * load_first(row + d, dim - d);
-              __builtin_prefetch(ahead + d);
-            }
+            for (; d + L <= dim; d += L) sum += load(mine + d) * load(row + d);
+            if (d < dim) sum += load(mine + d) * load_first(row + d, dim - d);
+            next.ask(dim);
             product[i * Y::GROUP + b] = sum;
           }
         }
@@ -79,7 +89,7 @@ INLINE void dot_heads(const A* own, const int64_t* own_at, const T* const* rows,
 }
 
 template <int64_t EDGES, class A, class T>
-INLINE void dots(const A* own, const int64_t* own_at, const T* const* rows, const T* const* next,
+INLINE void dots(const A* own, const int64_t* own_at, const T* const* rows, Ahead<T, EDGES> next,
                  const int64_t* row_at, int64_t heads, int64_t dim, A* to) {
   constexpr int64_t L = Vectors<A>::LANES;
   if (dim == L)
@@ -94,10 +104,9 @@ INLINE void dots(const A* own, const int64_t* own_at, const T* const* rows, cons
 
 // For each of COUNT sets of weights, sums = sums * factor + sum_b weight[b] * rows[b], VECTORS
 // vectors of it. The first time, there is nothing in sums yet.
-template <int64_t COUNT, int64_t VECTORS, bool NEXT, class A, class T>
+template <int64_t COUNT, int64_t VECTORS, class A, class T, class Next>
 INLINE void add_columns(bool first, A factor, const A* const* weight, const T* const* rows,
-                        const T* const* next, int64_t offset, int64_t n, A* const* sums,
-                        int64_t at) {
+                        Next& next, int64_t offset, int64_t n, A* const* sums, int64_t at) {
   constexpr int64_t L = Vectors<A>::LANES;
   Vec<A> sum[COUNT][VECTORS] = {};
   if (!first)
@@ -109,31 +118,31 @@ INLINE void add_columns(bool first, A factor, const A* const* weight, const T* c
     for (int64_t v = 0; v < VECTORS; ++v) {
       Vec<A> x = load(row + v * L);
       for (int64_t i = 0; i < COUNT; ++i) sum[i][v] += weight[i][b] * x;
-      if (NEXT) prefetch_vector<A>(next[b] + offset + at, v);
     }
+    next.ask(VECTORS * L);
   }
   for (int64_t i = 0; i < COUNT; ++i)
     for (int64_t v = 0; v < VECTORS; ++v) store(sums[i] + at + v * L, sum[i][v]);
 }
 
-template <int64_t COUNT, bool NEXT, class A, class T>
-INLINE void add_rows(bool first, A factor, const A* const* weight, const T* const* rows,
-                     const T* const* next, int64_t offset, int64_t n, int64_t dim, A* const* sums) {
+template <int64_t COUNT, class A, class T, class Next>
+INLINE void add_rows(bool first, A factor, const A* const* weight, const T* const* rows, Next& next,
+                     int64_t offset, int64_t n, int64_t dim, A* const* sums) {
   constexpr int64_t L = Vectors<A>::LANES;
   int64_t d = 0;
   for (; d + 4 * L <= dim; d += 4 * L)
-    add_columns<COUNT, 4, NEXT>(first, factor, weight, rows, next, offset, n, sums, d);
+    add_columns<COUNT, 4>(first, factor, weight, rows, next, offset, n, sums, d);
   for (; d + 2 * L <= dim; d += 2 * L)
-    add_columns<COUNT, 2, NEXT>(first, factor, weight, rows, next, offset, n, sums, d);
+    add_columns<COUNT, 2>(first, factor, weight, rows, next, offset, n, sums, d);
   for (; d + L <= dim; d += L)
-    add_columns<COUNT, 1, NEXT>(first, factor, weight, rows, next, offset, n, sums, d);
+    add_columns<COUNT, 1>(first, factor, weight, rows, next, offset, n, sums, d);
   if (d == dim) return;
   for (int64_t i = 0; i < COUNT; ++i) {
     Vec<A> sum = {};
     if (!first) sum = load(sums[i] + d) * factor;
     for (int64_t b = 0; b < n; ++b) {
       sum += weight[i][b] * load_first(rows[b] + offset + d, dim - d);
-      if (NEXT) __builtin_prefetch(next[b] + offset + d);
+      next.ask(dim - d);
     }
     store(sums[i] + d, sum);
   }
@@ -142,7 +151,8 @@ INLINE void add_rows(bool first, A factor, const A* const* weight, const T* cons
 template <class A, class T>
 INLINE void add_rows(bool first, A factor, const A* weight, const T* const* rows, int64_t offset,
                      int64_t n, int64_t dim, A* sums) {
-  add_rows<1, false, A, T>(first, factor, &weight, rows, nullptr, offset, n, dim, &sums);
+  NothingAhead none;
+  add_rows<1, A, T>(first, factor, &weight, rows, none, offset, n, dim, &sums);
 }
 
 // Lanes whose edge, counted from the first of their part, is one of the first n.
@@ -451,7 +461,9 @@ struct Pass {
   // Scores of a block but for scale and bias, and what of edges goes with them.
   template <bool OVER_SOURCES, int64_t EDGES>
   INLINE void score(const Scratch& s, const Block<T, EDGES>& block, int64_t batch) const {
-    dots<EDGES>(s.near, s.near_at, block.x, block.next_x, s.far_at, H, D, s.score);
+    const int64_t far_heads = OVER_SOURCES ? H : call.key_heads;
+    Ahead<T, EDGES> next(block.next_x, far_heads * D);
+    dots<EDGES>(s.near, s.near_at, block.x, next, s.far_at, H, D, s.score);
     for (int64_t b = 0; b < (C > 0 ? block.n : 0); ++b) {
       A* attr = s.attr + b * CP;
       widen_any(call.edge_attr, call.edge_attr_dtype, block.edge[b] * C, C, attr);
@@ -526,11 +538,11 @@ struct Pass {
     }
     const A* attr[EDGES];
     for (int64_t b = 0; b < EDGES; ++b) attr[b] = s.attr + b * CP;
+    Ahead<T, EDGES> next(block.next_y, call.key_heads * DV);
     for (int64_t h = 0; h < H; ++h) {
       const A* weight = s.score + h * EDGES;
       A* out = sums.out + h * DVP;
-      add_rows<1, true>(first, s.factor[h], &weight, block.y, block.next_y, s.far_value_at[h],
-                        block.n, DV, &out);
+      add_rows<1>(first, s.factor[h], &weight, block.y, next, s.far_value_at[h], block.n, DV, &out);
       add_rows(first, s.factor[h], weight, attr, 0, block.n, C, sums.mixed + h * CP);
     }
   }
@@ -648,8 +660,9 @@ struct Pass {
   // G of a block, without dropout.
   template <bool OVER_SOURCES, int64_t EDGES>
   INLINE void slope(const Scratch& s, const Block<T, EDGES>& block, int64_t batch) const {
-    dots<EDGES>(s.near_value, s.near_value_at, block.y, block.next_y, s.far_value_at, H, DV,
-                s.slope);
+    const int64_t far_heads = OVER_SOURCES ? H : call.key_heads;
+    Ahead<T, EDGES> next(block.next_y, far_heads * DV);
+    dots<EDGES>(s.near_value, s.near_value_at, block.y, next, s.far_value_at, H, DV, s.slope);
     for (int64_t b = 0; b < (call.grad_mixed != nullptr ? block.n : 0); ++b)
       for (int64_t h = 0; h < H; ++h)
         s.slope[h * EDGES + b] +=
@@ -707,12 +720,13 @@ struct Pass {
       }
       const A* attr[EDGES];
       for (int64_t b = 0; b < EDGES; ++b) attr[b] = s.attr + b * CP;
+      NothingAhead none;
       for (int64_t h = 0; h < H; ++h) {
         const A* const weights[2] = {s.slope + h * EDGES, s.score + h * EDGES};
         A* const of_key[2] = {sums.slope_key + h * DP, sums.key + h * DP};
         A* const of_edge[2] = {sums.slope_edge + h * CP, sums.edge + h * CP};
-        add_rows<2, false>(first, A(1), weights, block.x, block.x, s.far_at[h], block.n, D, of_key);
-        add_rows<2, false>(first, A(1), weights, attr, attr, 0, block.n, C, of_edge);
+        add_rows<2>(first, A(1), weights, block.x, none, s.far_at[h], block.n, D, of_key);
+        add_rows<2>(first, A(1), weights, attr, none, 0, block.n, C, of_edge);
       }
     });
   }
