@@ -181,9 +181,13 @@ def test_edges_are_sorted_by_source_only_when_a_gradient_will_need_it():
     with torch.no_grad():
         graph_attention(**tensors, graph=graph, backend="cpu")
     graph_attention(**{k: v.detach() for k, v in tensors.items()}, graph=graph, backend="cpu")
+    of_query = {k: v.detach() for k, v in tensors.items()} | {"query": tensors["query"]}
+    out = graph_attention(**of_query, graph=graph, backend="cpu")
+    (found,) = torch.autograd.grad(out.sum(), tensors["query"])
     assert "_by_source" not in graph._kept
-    graph_attention(**tensors, graph=graph, backend="cpu")
+    out = graph_attention(**tensors, graph=graph, backend="cpu")
     assert "_by_source" in graph._kept
+    assert torch.equal(found, torch.autograd.grad(out.sum(), tensors["query"])[0])
 
 
 def test_the_operator_without_arrays_by_source_refuses_their_gradients():

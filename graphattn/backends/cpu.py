@@ -132,14 +132,13 @@ def attention_backward(
     ]
     call.grad_query, call.grad_key, call.grad_value = map(_pointer, gradients[:3])
     call.grad_bias, call.grad_query_edge, call.grad_edge_attr = map(_pointer, gradients[3:])
-    by_source = needs[1] or needs[2] or needs[3] or needs[5]
-    if by_source and src_ptr is None:
-        raise ValueError(
-            "graphattn::attention_backward: gradients of key, value, bias and edge_attr need "
-            "src_ptr, dst_index and edge_id_by_src, which the call of graphattn::attention left "
-            "out."
-        )
-    if by_source and dst_index is not None and edge_id_by_src is not None:
+    if needs[1] or needs[2] or needs[3] or needs[5]:
+        if src_ptr is None or dst_index is None or edge_id_by_src is None:
+            raise ValueError(
+                "graphattn::attention_backward: gradients of key, value, bias and edge_attr need "
+                "src_ptr, dst_index and edge_id_by_src, which the call of graphattn::attention "
+                "left out."
+            )
         call.src_ptr, call.dst_index = src_ptr.data_ptr(), dst_index.data_ptr()
         call.edge_id_by_src = edge_id_by_src.data_ptr()
     check_status(library().graphattn_backward(ctypes.byref(call)))
