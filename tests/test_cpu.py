@@ -981,6 +981,24 @@ def test_c64_rows_that_lie_gigabytes_apart(row_stride):
     )
 
 
+@each_isa
+def test_results_larger_than_caches_have_the_bits_of_small_ones():
+    """Rows of those are written past the caches."""
+    nodes, used, heads, dim = 65_600, 3_000, 8, 32
+    assert nodes * heads * dim * 4 > 1 << 26
+    edge_index = torch.randint(0, used, (2, 20_000))
+    large = [torch.randn(nodes, heads, dim, requires_grad=True) for _ in range(3)]
+    small = [x.detach()[:used].clone().requires_grad_() for x in large]
+    results = []
+    for tensors in (large, small):
+        out = graph_attention(*tensors, Graph(edge_index, len(tensors[0])), backend="cpu")
+        cotangent = torch.linspace(-1, 1, dim).expand_as(out)
+        results.append([out.detach(), *torch.autograd.grad(out, tensors, cotangent)])
+    for found, expected in zip(*results, strict=True):
+        assert torch.equal(found[:used], expected)
+        assert not found[used:].any()
+
+
 @linux
 def test_c64_batches_that_lie_gigabytes_apart():
     graph = Graph(torch.tensor([[0, 1, 2, 2], [2, 2, 1, 0]]), 3)

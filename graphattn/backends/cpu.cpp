@@ -44,6 +44,9 @@ constexpr int64_t UNIT = 1024;
 constexpr int64_t BLOCK = 16;
 // Rows of memory are asked for this many edges before they are used.
 constexpr int64_t AHEAD = 16;
+// Bytes of a result that no cache holds until it is read: its rows are written past the caches,
+// which need not fetch first what is overwritten.
+constexpr int64_t CACHES = int64_t(1) << 26;
 // Multiplications that are worth a thread of their own.
 constexpr int64_t WORK_OF_A_THREAD = 1 << 16;
 

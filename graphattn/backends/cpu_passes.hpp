@@ -155,6 +155,15 @@ INLINE void add_rows(bool first, A factor, const A* weight, const T* const* rows
   add_rows<1, A, T>(first, factor, &weight, rows, none, offset, n, dim, &sums);
 }
 
+// to[k, b] = from[b][k] for k < n. Goes on to a multiple of 4, in what it reads and writes.
+template <int64_t EDGES, class A>
+INLINE void transpose(const A* const* from, int64_t n, A* to) {
+  for (int64_t k = 0; k < n; k += 4)
+    for (int64_t b = 0; b < EDGES; b += 4)
+      for (int64_t i = 0; i < 4; ++i)
+        for (int64_t j = 0; j < 4; ++j) to[(k + i) * EDGES + b + j] = from[b + j][k + i];
+}
+
 // Lanes whose edge, counted from the first of their part, is one of the first n.
 template <class A, int64_t EDGES>
 INLINE typename Vectors<A>::Integer among_first(int64_t n) {
@@ -253,8 +262,15 @@ INLINE const T* row_of(const Rows& rows, int64_t batch, int64_t index) {
 template <class T, int64_t EDGES>
 struct Block {
   static constexpr int64_t SIZE = EDGES;
-  int64_t n, index[EDGES], edge[EDGES];
-  const T *x[EDGES], *y[EDGES], *next_x[EDGES], *next_y[EDGES];
+  int64_t n;
+  // Written as vectors and read one by one: where a vector crossed two lines of the cache, the
+  // reads would wait until it has left the store buffer.
+  alignas(64) int64_t index[EDGES];
+  alignas(64) int64_t edge[EDGES];
+  alignas(64) const T* x[EDGES];
+  alignas(64) const T* y[EDGES];
+  alignas(64) const T* next_x[EDGES];
+  alignas(64) const T* next_y[EDGES];
 };
 
 template <class T>
@@ -280,11 +296,19 @@ struct Pass {
         CP(round_up(C, L)),
         HP(round_up(H + 4, 16)) {}
 
+  // Of whole results, the gradients being as large as what they are of.
+  int64_t out_bytes() const { return call.batch * call.num_dst * H * DV * int64_t(sizeof(T)); }
+  int64_t query_bytes() const { return call.batch * call.num_dst * H * D * int64_t(sizeof(T)); }
+  int64_t key_bytes() const { return call.batch * call.num_src * (H / G) * D * int64_t(sizeof(T)); }
+  int64_t value_bytes() const {
+    return call.batch * call.num_src * (H / G) * DV * int64_t(sizeof(T));
+  }
+
   // What a thread works in. The near end of an edge is the row whose result is made, the far end is
   // gathered: target and source in passes over targets, the other way round in those over sources.
   struct Scratch {
     A *score, *slope, *bias, *keep;                 // [heads, EDGES]
-    A *top, *inverse, *delta;                       // of the far ends, [heads, EDGES]
+    A* far;                                         // softmax and delta there, [3, heads, EDGES]
     A *near, *near_value;                           // [heads, padded dim]
     A *near_edge, *near_mixed;                      // [heads, padded edge_dim]
     A *by_head, *near_top, *near_inverse, *factor;  // [padded heads]
@@ -306,9 +330,7 @@ struct Pass {
     s.slope = take(HP * BLOCK);
     s.bias = take(HP * BLOCK);
     s.keep = take(HP * BLOCK);
-    s.top = take(HP * BLOCK);
-    s.inverse = take(HP * BLOCK);
-    s.delta = take(HP * BLOCK);
+    s.far = take(3 * HP * BLOCK);
     s.near = take(H * DP);
     s.near_value = take(H * DVP);
     s.near_edge = take(H * CP);
@@ -374,6 +396,7 @@ struct Pass {
               t.result = partial(batch, slot);
               piece(t, batch, row, begin, end);
             });
+      fence();
     });
     if (failed) return OUT_OF_MEMORY;
     if (!any_cut) return DONE;
@@ -386,6 +409,7 @@ struct Pass {
         for (int64_t k = 1; k < pieces; ++k) merge(result, partial(batch, 2 * (unit + k)));
         finish(batch, row, result);
       }
+      fence();
     });
     return DONE;
   }
@@ -596,13 +620,13 @@ struct Pass {
     for (int64_t h = 0; h < H; ++h) {
       top[h] = sums.top[h] == -INFINITY ? A(0) : sums.top[h];
       inverse[h] = sums.total[h] == 0 ? A(0) : 1 / sums.total[h];
-      narrow_row(sums.out + h * DVP, DV, inverse[h], out + h * DV);
+      narrow_row(sums.out + h * DVP, DV, inverse[h], out + h * DV, out_bytes() > CACHES);
       for (int64_t c = 0; c < C; ++c) mixed[h * C + c] = sums.mixed[h * CP + c] * inverse[h];
     }
   }
 
   int forward() const {
-    ask_for_huge_pages(call.out, call.batch * call.num_dst * H * DV * int64_t(sizeof(T)));
+    ask_for_huge_pages(call.out, out_bytes());
     int status = run(
         false, 2 * HP + H * (DVP + CP),
         [&](const Scratch& s, int64_t batch, int64_t i, int64_t begin, int64_t end) {
@@ -748,7 +772,8 @@ struct Pass {
       const A delta = sums.delta[h], scale = static_cast<A>(call.scale);
       A *slope_key = sums.slope_key + h * DP, *key = sums.key + h * DP;
       for (int64_t d = 0; d < (grad_query != nullptr ? DP : 0); ++d) slope_key[d] -= delta * key[d];
-      if (grad_query != nullptr) narrow_row(slope_key, D, scale, grad_query + (place + h) * D);
+      if (grad_query != nullptr)
+        narrow_row(slope_key, D, scale, grad_query + (place + h) * D, query_bytes() > CACHES);
       for (int64_t c = 0; c < (grad_edge != nullptr ? C : 0); ++c)
         grad_edge[(place + h) * C + c] =
             scale * (sums.slope_edge[h * CP + c] - delta * sums.edge[h * CP + c]);
@@ -770,27 +795,23 @@ struct Pass {
     visit_blocks<true>(batch, begin, end, stats, [&](const auto& block, bool first) {
       constexpr int64_t EDGES = std::decay_t<decltype(block)>::SIZE;
       typedef Layout<A, EDGES> Y;
-      for (int64_t b = 0; b < EDGES; ++b) {
-        const A* of_target = stats + 3 * block.index[b] * H;
-        for (int64_t h = 0; h < H; ++h) {
-          s.top[h * EDGES + b] = of_target[h];
-          s.inverse[h * EDGES + b] = of_target[H + h];
-          s.delta[h * EDGES + b] = of_target[2 * H + h];
-        }
-      }
+      alignas(64) const A* of_target[EDGES];
+      for (int64_t b = 0; b < EDGES; ++b) of_target[b] = stats + 3 * H * block.index[b];
+      transpose<EDGES>(of_target, 3 * H, s.far);
+      const A *top = s.far, *inverse = top + H * EDGES, *delta = inverse + H * EDGES;
       score<true, EDGES>(s, block, batch);
       slope<true, EDGES>(s, block, batch);
       for (int64_t h = 0; h < H; h += Y::HEADS)
         for (int64_t part = 0; part < Y::PARTS; ++part) {
           int64_t at = h * EDGES + part * L;
-          Vec<A> weight = exponential(scaled_score<EDGES>(s, h, part, block.n) - load(s.top + at)) *
-                          load(s.inverse + at);
+          Vec<A> weight = exponential(scaled_score<EDGES>(s, h, part, block.n) - load(top + at)) *
+                          load(inverse + at);
           Vec<A> grad = load(s.slope + at), used = weight;
           if (call.dropout > 0) {
             grad *= load(s.keep + at);
             used *= load(s.keep + at);
           }
-          store(s.slope + at, weight * (grad - load(s.delta + at)));
+          store(s.slope + at, weight * (grad - load(delta + at)));
           store(s.score + at, used);
         }
       for (int64_t h = 0; h < H; ++h) {
@@ -836,11 +857,13 @@ struct Pass {
     T* grad_value = reinterpret_cast<T*>(call.grad_value);
     for (int64_t h = 0; h < key_heads; ++h) {
       if (grad_key != nullptr && result != nullptr)
-        narrow_row(result + h * DP, D, static_cast<A>(call.scale), grad_key + (place + h) * D);
+        narrow_row(result + h * DP, D, static_cast<A>(call.scale), grad_key + (place + h) * D,
+                   key_bytes() > CACHES);
       else if (grad_key != nullptr)
         std::memset(static_cast<void*>(grad_key + (place + h) * D), 0, D * sizeof(T));
       if (grad_value != nullptr && result != nullptr)
-        narrow_row(result + key_heads * DP + h * DVP, DV, A(1), grad_value + (place + h) * DV);
+        narrow_row(result + key_heads * DP + h * DVP, DV, A(1), grad_value + (place + h) * DV,
+                   value_bytes() > CACHES);
       else if (grad_value != nullptr)
         std::memset(static_cast<void*>(grad_value + (place + h) * DV), 0, DV * sizeof(T));
     }
@@ -852,12 +875,12 @@ struct Pass {
 
   int backward() const {
     const int64_t rows = call.batch * call.num_dst * H, size = call.key_heads * (DP + DVP);
-    ask_for_huge_pages(call.grad_query, rows * D * int64_t(sizeof(T)));
-    const int64_t key_rows = call.batch * call.num_src * call.key_heads;
-    ask_for_huge_pages(call.grad_key, key_rows * D * int64_t(sizeof(T)));
-    ask_for_huge_pages(call.grad_value, key_rows * DV * int64_t(sizeof(T)));
-    // [batch, num_dst, 3, heads]: softmax and delta, side by side for the pass over sources.
-    std::unique_ptr<A, Free> memory(static_cast<A*>(std::malloc(3 * rows * sizeof(A) + 1)));
+    ask_for_huge_pages(call.grad_query, query_bytes());
+    ask_for_huge_pages(call.grad_key, key_bytes());
+    ask_for_huge_pages(call.grad_value, value_bytes());
+    // [batch, num_dst, 3, heads]: softmax and delta, side by side for the pass over sources. Some
+    // room, because `transpose` reads on.
+    std::unique_ptr<A, Free> memory(static_cast<A*>(std::malloc((3 * rows + 4) * sizeof(A))));
     A* stats = memory.get();
     if (stats == nullptr) return OUT_OF_MEMORY;
     int status = run(

@@ -192,10 +192,29 @@ INLINE void widen_row(const T* from, int64_t n, A* to) {
   if (i < n) store(to + i, load_first(from + i, n - i));
 }
 
+// To an aligned place, past the caches where the instruction set can. Others see it after a fence.
 template <class A, class T>
-INLINE void narrow_row(const A* from, int64_t n, A factor, T* to) {
+INLINE void stream(T* p, Vec<A> x) {
+#if WIDTH == 16
+  if constexpr (std::is_same_v<T, float>) return _mm512_stream_ps(p, (__m512)x);
+#elif WIDTH == 8
+  if constexpr (std::is_same_v<T, float>) return _mm256_stream_ps(p, (__m256)x);
+#endif
+  store(p, x);
+}
+
+INLINE void fence() {
+#if WIDTH >= 8
+  _mm_sfence();
+#endif
+}
+
+template <class A, class T>
+INLINE void narrow_row(const A* from, int64_t n, A factor, T* to, bool past_caches) {
   constexpr int64_t L = Vectors<A>::LANES;
   int64_t i = 0;
+  if (past_caches && (n * sizeof(T) | reinterpret_cast<uintptr_t>(to)) % 64 == 0)
+    for (; i < n; i += L) stream<A>(to + i, load(from + i) * factor);
   for (; i + L <= n; i += L) store(to + i, load(from + i) * factor);
   for (; i < n; ++i) narrow(from[i] * factor, to + i);
 }
