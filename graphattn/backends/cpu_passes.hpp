@@ -6,205 +6,223 @@ namespace GRAPHATTN_ISA {
 
 // Blocks of edges
 //
-// Numbers of a block are laid out [heads, EDGES] with EDGES 4, 8 or 16, so that a vector holds the
-// edges of one head, or of several heads where edges are few.
+// Numbers of a block are laid out [edges, heads], the heads filled up to a power of two, or to
+// whole vectors. So a vector holds all heads of some edges, or LANES heads of one edge, and the
+// rows of edges are read from one end to the other. GROUP: the heads of a vector.
 
-// Asks for the rows that come next, one row after the other and line by line, a few lines along
-// with each load of what is at hand: spread out like this they never keep those loads waiting.
-template <class T, int64_t EDGES>
-class Ahead {
- public:
-  // EDGES rows of `length` numbers.
-  INLINE Ahead(const T* const* rows, int64_t length)
-      : first(rows), row(rows), length(length), at(*rows), end(*rows + length) {}
+#define NOINLINE __attribute__((noinline))
 
-  INLINE void ask(int64_t n) {
-    for (int64_t byte = 0; byte < n * int64_t(sizeof(T)); byte += 64)
-      __builtin_prefetch(reinterpret_cast<const char*>(at) + byte);
-    at += n;
-    if (at < end) return;
-    if (++row == first + EDGES) row = first;
-    at = *row;
-    end = at + length;
+// Asks for vector v of a row, once for each line of the cache. A prefetch goes with each load of
+// what is at hand: spread out like this, those never keep the loads waiting.
+template <class A, class T>
+INLINE void prefetch_vector(const T* row, int64_t v) {
+  constexpr int64_t BYTES = Vectors<A>::LANES * sizeof(T);
+  if (v * BYTES % 64 == 0) __builtin_prefetch(reinterpret_cast<const char*>(row) + v * BYTES);
+}
+
+// Rows at the far ends of edges, those that come next, and the place of each head in a row. No
+// places: from `at` on, the heads follow each other.
+template <class T>
+struct FarRows {
+  const T *const *rows, *const *next;
+  const int64_t* places;
+  int64_t at = 0;
+
+  template <bool PLACES>
+  INLINE int64_t place(int64_t h, int64_t dim) const {
+    return PLACES ? places[h] : at + h * dim;
   }
 
- private:
-  const T *const *first, *const *row;
-  const int64_t length;
-  const T *at, *end;
+  INLINE FarRows from(int64_t h, int64_t dim) const {
+    if (places == nullptr) return {rows, next, nullptr, at + h * dim};
+    return {rows, next, places + h, 0};
+  }
+
+  // One head only.
+  INLINE FarRows one(int64_t h, int64_t dim) const {
+    return {rows, next, nullptr, places == nullptr ? at + h * dim : places[h]};
+  }
 };
 
-struct NothingAhead {
-  INLINE void ask(int64_t) {}
-};
-
-template <class A, int64_t EDGES>
-struct Layout {
-  static constexpr int64_t LANES = Vectors<A>::LANES;
-  static constexpr int64_t HEADS = LANES > EDGES ? LANES / EDGES : 1;  // of a vector
-  static constexpr int64_t PARTS = EDGES > LANES ? EDGES / LANES : 1;  // vectors of a head
-  static constexpr int64_t GROUP = EDGES > LANES ? LANES : EDGES;
-};
-
-// to[h, b] = <own[h], rows[b][h]>. VECTORS: the dim in vectors, 0 when it is another.
-template <int64_t EDGES, int64_t VECTORS, class A, class T>
-INLINE void dot_heads(const A* own, const int64_t* own_at, const T* const* rows,
-                      Ahead<T, EDGES> next, const int64_t* row_at, int64_t heads, int64_t dim,
-                      A* to) {
-  typedef Layout<A, EDGES> Y;
-  constexpr int64_t L = Y::LANES;
-  for (int64_t h = 0; h < heads; h += Y::HEADS) {
-    for (int64_t part = 0; part < Y::PARTS; ++part) {
-      Vec<A> product[L];
-#pragma GCC unroll 4
-      for (int64_t i = 0; i < Y::HEADS; ++i) {
-        int64_t head = std::min(h + i, heads - 1);
-        const A* mine = own + own_at[head];
-        if constexpr (VECTORS > 0) {
-          Vec<A> left[VECTORS];
-          for (int64_t v = 0; v < VECTORS; ++v) left[v] = load(mine + v * L);
+// <own[h], row of edge b at h> in the lanes that number [b, h] of the block has. VECTORS: the dim
+// in vectors, 0 when it is another.
+template <int64_t GROUP, int64_t VECTORS, bool PLACES, class A, class T>
+NOINLINE void dot_heads(const A* own, FarRows<T> far, int64_t heads, int64_t vectors, int64_t dim,
+                        A* to) {
+  constexpr int64_t L = Vectors<A>::LANES;
+  const int64_t padded = VECTORS > 0 ? VECTORS * L : round_up(dim, L);
+  for (int64_t w = 0, b = 0, h = 0; w < vectors; ++w) {
+    Vec<A> product[L];
 #pragma GCC unroll 16
-          for (int64_t b = 0; b < Y::GROUP; ++b) {
-            const T* row = rows[part * L + b] + row_at[head];
-            Vec<A> sum = left[0] * load(row);
-            for (int64_t v = 1; v < VECTORS; ++v) sum += left[v] * load(row + v * L);
-            next.ask(VECTORS * L);
-            product[i * Y::GROUP + b] = sum;
-          }
-        } else {
-          for (int64_t b = 0; b < Y::GROUP; ++b) {
-            const T* row = rows[part * L + b] + row_at[head];
-            Vec<A> sum = {};
-            int64_t d = 0;
-            for (; d + L <= dim; d += L) sum += load(mine + d) * load(row + d);
-            if (d < dim) sum += load(mine + d) * load_first(row + d, dim - d);
-            next.ask(dim);
-            product[i * Y::GROUP + b] = sum;
-          }
+    for (int64_t i = 0; i < L; ++i) {
+      const int64_t head =
+          (GROUP < L ? 0 : h) + i % GROUP;  // with GROUP < L, all are of one vector
+      const int64_t at = far.template place<PLACES>(head, VECTORS > 0 ? VECTORS * L : dim);
+      const T *row = far.rows[b + i / GROUP] + at, *ahead = far.next[b + i / GROUP] + at;
+      const A* mine = own + head * padded;
+      Vec<A> sum = {};
+      if constexpr (VECTORS > 0) {
+        for (int64_t v = 0; v < VECTORS; ++v) {
+          sum += load(mine + v * L) * load(row + v * L);
+          prefetch_vector<A>(ahead, v);
+        }
+      } else {
+        int64_t d = 0;
+        for (; d + L <= dim; d += L) {
+          sum += load(mine + d) * load(row + d);
+          prefetch_vector<A>(ahead, d / L);
+        }
+        if (d < dim) {
+          sum += load(mine + d) * load_first(row + d, dim - d);
+          __builtin_prefetch(ahead + d);
         }
       }
-      store(to + h * EDGES + part * L, sum_each<A>(product));
+      product[i] = sum;
     }
+    store(to + w * L, sum_each<A>(product));
+    h += GROUP;
+    if (h < heads) continue;
+    h = 0;
+    b += L / GROUP;
   }
 }
 
-template <int64_t EDGES, class A, class T>
-INLINE void dots(const A* own, const int64_t* own_at, const T* const* rows, Ahead<T, EDGES> next,
-                 const int64_t* row_at, int64_t heads, int64_t dim, A* to) {
+template <int64_t GROUP, int64_t VECTORS, class A, class T>
+INLINE void dot_dims(const A* own, FarRows<T> far, int64_t heads, int64_t vectors, int64_t dim,
+                     A* to) {
+  if (far.places == nullptr)
+    dot_heads<GROUP, VECTORS, false>(own, far, heads, vectors, dim, to);
+  else
+    dot_heads<GROUP, VECTORS, true>(own, far, heads, vectors, dim, to);
+}
+
+template <int64_t GROUP, class A, class T>
+INLINE void dots(const A* own, FarRows<T> far, int64_t heads, int64_t vectors, int64_t dim, A* to) {
   constexpr int64_t L = Vectors<A>::LANES;
   if (dim == L)
-    dot_heads<EDGES, 1>(own, own_at, rows, next, row_at, heads, dim, to);
+    dot_dims<GROUP, 1>(own, far, heads, vectors, dim, to);
   else if (dim == 2 * L)
-    dot_heads<EDGES, 2>(own, own_at, rows, next, row_at, heads, dim, to);
+    dot_dims<GROUP, 2>(own, far, heads, vectors, dim, to);
   else if (dim == 4 * L)
-    dot_heads<EDGES, 4>(own, own_at, rows, next, row_at, heads, dim, to);
+    dot_dims<GROUP, 4>(own, far, heads, vectors, dim, to);
   else
-    dot_heads<EDGES, 0>(own, own_at, rows, next, row_at, heads, dim, to);
+    dot_dims<GROUP, 0>(own, far, heads, vectors, dim, to);
 }
 
-// For each of COUNT sets of weights, sums = sums * factor + sum_b weight[b] * rows[b], VECTORS
-// vectors of it. The first time, there is nothing in sums yet.
-template <int64_t COUNT, int64_t VECTORS, class A, class T, class Next>
-INLINE void add_columns(bool first, A factor, const A* const* weight, const T* const* rows,
-                        Next& next, int64_t offset, int64_t n, A* const* sums, int64_t at) {
-  constexpr int64_t L = Vectors<A>::LANES;
-  Vec<A> sum[COUNT][VECTORS] = {};
-  if (!first)
-    for (int64_t i = 0; i < COUNT; ++i)
-      for (int64_t v = 0; v < VECTORS; ++v) sum[i][v] = load(sums[i] + at + v * L) * factor;
-#pragma GCC unroll 4
-  for (int64_t b = 0; b < n; ++b) {
-    const T* row = rows[b] + offset + at;
-    for (int64_t v = 0; v < VECTORS; ++v) {
-      Vec<A> x = load(row + v * L);
-      for (int64_t i = 0; i < COUNT; ++i) sum[i][v] += weight[i][b] * x;
+// What weighted rows of the n edges of a block are added to: for COUNT sets of weights [edges,
+// heads], whose edges lie `stride` apart, sums[h] = sums[h] * factor[h] + sum_b weight[b, h] *
+// row[b, h]. The first time, there is nothing in the sums yet. No factor: 1.
+template <int64_t COUNT, class A>
+struct Weighted {
+  bool first;
+  const A* factor;
+  const A* weights[COUNT];
+  int64_t stride, n;
+  A* sums[COUNT];  // [heads, padded dim]
+  int64_t padded;
+
+  // From head h on.
+  INLINE Weighted from(int64_t h) const {
+    Weighted rest = *this;
+    if (factor != nullptr) rest.factor += h;
+    for (int64_t i = 0; i < COUNT; ++i) {
+      rest.weights[i] += h;
+      rest.sums[i] += h * padded;
     }
-    next.ask(VECTORS * L);
+    return rest;
+  }
+};
+
+// HEADS heads, VECTORS vectors of each from `at` on: as much as there are registers for.
+template <int64_t VECTORS, int64_t HEADS, bool NEXT, bool PLACES, int64_t COUNT, class A, class T>
+NOINLINE void add_tile(Weighted<COUNT, A> to, FarRows<T> far, int64_t at) {
+  constexpr int64_t L = Vectors<A>::LANES;
+  Vec<A> sum[COUNT][HEADS][VECTORS] = {};
+  if (!to.first)
+    for (int64_t i = 0; i < COUNT; ++i)
+      for (int64_t h = 0; h < HEADS; ++h)
+        for (int64_t v = 0; v < VECTORS; ++v) {
+          sum[i][h][v] = load(to.sums[i] + h * to.padded + at + v * L);
+          if (to.factor != nullptr) sum[i][h][v] *= to.factor[h];
+        }
+  for (int64_t b = 0; b < to.n; ++b) {
+#pragma GCC unroll 16
+    for (int64_t h = 0; h < HEADS; ++h) {
+      const int64_t head_at = far.template place<PLACES>(h, VECTORS * L) + at;
+      const T *row = far.rows[b] + head_at, *ahead = NEXT ? far.next[b] + head_at : nullptr;
+      for (int64_t v = 0; v < VECTORS; ++v) {
+        Vec<A> x = load(row + v * L);
+        for (int64_t i = 0; i < COUNT; ++i) sum[i][h][v] += to.weights[i][b * to.stride + h] * x;
+        if (NEXT) prefetch_vector<A>(ahead, v);
+      }
+    }
   }
   for (int64_t i = 0; i < COUNT; ++i)
-    for (int64_t v = 0; v < VECTORS; ++v) store(sums[i] + at + v * L, sum[i][v]);
+    for (int64_t h = 0; h < HEADS; ++h)
+      for (int64_t v = 0; v < VECTORS; ++v)
+        store(to.sums[i] + h * to.padded + at + v * L, sum[i][h][v]);
 }
 
-template <int64_t COUNT, class A, class T, class Next>
-INLINE void add_rows(bool first, A factor, const A* const* weight, const T* const* rows, Next& next,
-                     int64_t offset, int64_t n, int64_t dim, A* const* sums) {
-  constexpr int64_t L = Vectors<A>::LANES;
-  int64_t d = 0;
-  for (; d + 4 * L <= dim; d += 4 * L)
-    add_columns<COUNT, 4>(first, factor, weight, rows, next, offset, n, sums, d);
-  for (; d + 2 * L <= dim; d += 2 * L)
-    add_columns<COUNT, 2>(first, factor, weight, rows, next, offset, n, sums, d);
-  for (; d + L <= dim; d += L)
-    add_columns<COUNT, 1>(first, factor, weight, rows, next, offset, n, sums, d);
-  if (d == dim) return;
-  for (int64_t i = 0; i < COUNT; ++i) {
-    Vec<A> sum = {};
-    if (!first) sum = load(sums[i] + d) * factor;
-    for (int64_t b = 0; b < n; ++b) {
-      sum += weight[i][b] * load_first(rows[b] + offset + d, dim - d);
-      next.ask(dim - d);
+template <int64_t VECTORS, int64_t HEADS, bool NEXT, int64_t COUNT, class A, class T>
+INLINE void add_heads(const Weighted<COUNT, A>& to, FarRows<T> far, int64_t h, int64_t heads) {
+  const int64_t dim = VECTORS * Vectors<A>::LANES;
+  for (; h + HEADS <= heads; h += HEADS)
+    if (HEADS > 1 && far.places != nullptr)
+      add_tile<VECTORS, HEADS, NEXT, true>(to.from(h), far.from(h, dim), 0);
+    else
+      add_tile<VECTORS, HEADS, NEXT, false>(to.from(h), far.one(h, dim), 0);
+  if constexpr (HEADS > 1)
+    if (h < heads) add_heads<VECTORS, HEADS / 2, NEXT>(to, far, h, heads);
+}
+
+template <bool NEXT, int64_t COUNT, class A, class T>
+INLINE void add_rows(const Weighted<COUNT, A>& to, FarRows<T> far, int64_t heads, int64_t dim) {
+  constexpr int64_t L = Vectors<A>::LANES, REGISTERS = (WIDTH == 16 ? 16 : 8) / COUNT;
+  if (dim == L) return add_heads<1, REGISTERS, NEXT>(to, far, 0, heads);
+  if (dim == 2 * L) return add_heads<2, REGISTERS / 2, NEXT>(to, far, 0, heads);
+  if (dim == 4 * L) return add_heads<4, REGISTERS / 4, NEXT>(to, far, 0, heads);
+  for (int64_t h = 0; h < heads; ++h) {
+    const Weighted<COUNT, A> of_head = to.from(h);
+    const FarRows<T> rows = far.one(h, dim);
+    int64_t d = 0;
+    for (; d + 4 * L <= dim; d += 4 * L) add_tile<4, 1, NEXT, false>(of_head, rows, d);
+    for (; d + L <= dim; d += L) add_tile<1, 1, NEXT, false>(of_head, rows, d);
+    for (int64_t i = 0; i < (d < dim ? COUNT : 0); ++i) {
+      Vec<A> sum = {};
+      if (!to.first) sum = load(of_head.sums[i] + d) * (to.factor == nullptr ? A(1) : to.factor[h]);
+      for (int64_t b = 0; b < to.n; ++b) {
+        sum += of_head.weights[i][b * to.stride] * load_first(rows.rows[b] + rows.at + d, dim - d);
+        if (NEXT) __builtin_prefetch(rows.next[b] + rows.at + d);
+      }
+      store(of_head.sums[i] + d, sum);
     }
-    store(sums[i] + d, sum);
   }
 }
 
-template <class A, class T>
-INLINE void add_rows(bool first, A factor, const A* weight, const T* const* rows, int64_t offset,
-                     int64_t n, int64_t dim, A* sums) {
-  NothingAhead none;
-  add_rows<1, A, T>(first, factor, &weight, rows, none, offset, n, dim, &sums);
-}
-
-// to[k, b] = from[b][k] for k < n. Goes on to a multiple of 4, in what it reads and writes.
-template <int64_t EDGES, class A>
-INLINE void transpose(const A* const* from, int64_t n, A* to) {
-  for (int64_t k = 0; k < n; k += 4)
-    for (int64_t b = 0; b < EDGES; b += 4)
-      for (int64_t i = 0; i < 4; ++i)
-        for (int64_t j = 0; j < 4; ++j) to[(k + i) * EDGES + b + j] = from[b + j][k + i];
-}
-
-// Lanes whose edge, counted from the first of their part, is one of the first n.
-template <class A, int64_t EDGES>
+// Lanes whose edge is one of the first n of their vector.
+template <class A, int64_t GROUP>
 INLINE typename Vectors<A>::Integer among_first(int64_t n) {
   typedef typename Vectors<A>::Integer Integer;
-  Integer lane;
-  for (int64_t i = 0; i < Vectors<A>::LANES; ++i) lane[i] = i % EDGES;
-  return lane < (Integer{} + static_cast<decltype(lane[0] + 0)>(n));
-}
-
-// One number for each head, repeated for the edges of its group.
-template <class A, int64_t EDGES>
-INLINE Vec<A> spread(const A* by_head) {
-  typedef Layout<A, EDGES> Y;
-  if constexpr (Y::HEADS == 1) {
-    return broadcast(by_head[0]);
-  } else {
-    Vec<A> x;
-    for (int64_t i = 0; i < Y::LANES; ++i) x[i] = by_head[i / EDGES];
-    return x;
-  }
-}
-
-template <class A, int64_t EDGES>
-INLINE void collect(Vec<A> x, A* by_head) {
-  typedef Layout<A, EDGES> Y;
-  for (int64_t i = 0; i < Y::HEADS; ++i) by_head[i] = x[i * Y::GROUP];
+  Integer edge;
+  for (int64_t i = 0; i < Vectors<A>::LANES; ++i) edge[i] = i / GROUP;
+  return edge < (Integer{} + static_cast<decltype(edge[0] + 0)>(n));
 }
 
 // Dropout
 
 // Philox-4x32-7 as in graphattn/dropout.py: counter (edge, group of four heads, batch), key the
-// seed. keep[h, b]: 1 / (1 - p) where the weight is kept, else zero.
-template <int64_t EDGES, class A>
-void draw(const Attention& call, const int64_t* edges, int64_t batch, A* keep) {
+// seed. keep[b, h]: 1 / (1 - p) where the weight is kept, else zero.
+template <class A>
+void draw(const Attention& call, const int64_t* edges, int64_t n, int64_t batch, int64_t stride,
+          A* keep) {
   const uint64_t threshold = static_cast<uint64_t>(std::nearbyint(call.dropout * 4294967296.0));
   const A kept = call.dropout < 1.0 ? static_cast<A>(1.0 / (1.0 - call.dropout)) : A(0);
   const uint64_t seed = static_cast<uint64_t>(call.seed);
   for (int64_t group = 0; group * 4 < call.heads; ++group) {
-    for (int64_t first = 0; first < EDGES; first += WIDTH) {
+    for (int64_t first = 0; first < n; first += WIDTH) {
+      const int64_t count = std::min<int64_t>(WIDTH, n - first);
       Long c[4] = {};
-      for (int64_t b = 0; b < std::min<int64_t>(WIDTH, EDGES); ++b) {
+      for (int64_t b = 0; b < count; ++b) {
         c[0][b] = static_cast<uint64_t>(edges[first + b]) & 0xffffffff;
         c[1][b] = static_cast<uint64_t>(edges[first + b]) >> 32;
       }
@@ -221,8 +239,8 @@ void draw(const Attention& call, const int64_t* edges, int64_t batch, A* keep) {
         k1 = (k1 + 0xBB67AE85u) & 0xffffffff;
       }
       for (int64_t h = group * 4, i = 0; i < 4 && h < call.heads; ++h, ++i)
-        for (int64_t b = 0; b < std::min<int64_t>(WIDTH, EDGES); ++b)
-          keep[h * EDGES + first + b] = c[i][b] >= threshold ? kept : A(0);
+        for (int64_t b = 0; b < count; ++b)
+          keep[(first + b) * stride + h] = c[i][b] >= threshold ? kept : A(0);
     }
   }
 }
@@ -234,7 +252,7 @@ INLINE A dot(const A* x, const A* y, int64_t n) {
   int64_t i = 0;
   for (; i + L <= n; i += L) sum += load(x + i) * load(y + i);
   if (i < n) sum += load_first(x + i, n - i) * load_first(y + i, n - i);
-  return group_sum<A, L>(sum)[0];
+  return fold_sum<A, 1>(sum)[0];
 }
 
 // Passes
@@ -257,20 +275,19 @@ INLINE const T* row_of(const Rows& rows, int64_t batch, int64_t index) {
          index * rows.row_stride;
 }
 
-// The edges of a block and the rows at their far ends; what is beyond the first n repeats the
-// first. The next rows are those of the edges AHEAD of these.
-template <class T, int64_t EDGES>
+// The edges of a block and the rows at their far ends; beyond the first n, the first is repeated to
+// fill up a vector. The next rows are those of the edges AHEAD of these.
+template <class T>
 struct Block {
-  static constexpr int64_t SIZE = EDGES;
   int64_t n;
   // Written as vectors and read one by one: where a vector crossed two lines of the cache, the
   // reads would wait until it has left the store buffer.
-  alignas(64) int64_t index[EDGES];
-  alignas(64) int64_t edge[EDGES];
-  alignas(64) const T* x[EDGES];
-  alignas(64) const T* y[EDGES];
-  alignas(64) const T* next_x[EDGES];
-  alignas(64) const T* next_y[EDGES];
+  alignas(64) int64_t index[BLOCK];
+  alignas(64) int64_t edge[BLOCK];
+  alignas(64) const T* x[BLOCK];
+  alignas(64) const T* y[BLOCK];
+  alignas(64) const T* next_x[BLOCK];
+  alignas(64) const T* next_y[BLOCK];
 };
 
 template <class T>
@@ -282,7 +299,8 @@ struct Pass {
   const int64_t H, G;         // heads, heads of the query that share one of the key
   const int64_t D, DV, C;     // dims of key, value and edge features
   const int64_t DP, DVP, CP;  // the same in whole vectors
-  const int64_t HP;           // heads, with room for the last vector of them
+  const int64_t S;            // heads as laid out in blocks: a power of two, or whole vectors
+  const int64_t HP;           // the same in whole vectors
 
   explicit Pass(const Attention& call)
       : call(call),
@@ -294,7 +312,22 @@ struct Pass {
         DP(round_up(D, L)),
         DVP(round_up(DV, L)),
         CP(round_up(C, L)),
-        HP(round_up(H + 4, 16)) {}
+        S(H < L ? power_of_two(H) : round_up(H, L)),
+        HP(round_up(S, L)) {}
+
+  static int64_t power_of_two(int64_t n) {
+    int64_t power = 1;
+    while (power < n) power *= 2;
+    return power;
+  }
+
+  // Calls body with how many heads a vector holds, known to the compiler.
+  template <int64_t GROUP = L, class Body>
+  INLINE void with_group(Body body) const {
+    if constexpr (GROUP > 1)
+      if (S < GROUP) return with_group<GROUP / 2>(body);
+    body(std::integral_constant<int64_t, GROUP>());
+  }
 
   // Of whole results, the gradients being as large as what they are of.
   int64_t out_bytes() const { return call.batch * call.num_dst * H * DV * int64_t(sizeof(T)); }
@@ -307,35 +340,34 @@ struct Pass {
   // What a thread works in. The near end of an edge is the row whose result is made, the far end is
   // gathered: target and source in passes over targets, the other way round in those over sources.
   struct Scratch {
-    A *score, *slope, *bias, *keep;                 // [heads, EDGES]
-    A* far;                                         // softmax and delta there, [3, heads, EDGES]
-    A *near, *near_value;                           // [heads, padded dim]
-    A *near_edge, *near_mixed;                      // [heads, padded edge_dim]
-    A *by_head, *near_top, *near_inverse, *factor;  // [padded heads]
-    A* attr;                                        // [EDGES, padded edge_dim]
+    A *score, *slope, *bias, *keep;       // [EDGES, S]
+    A* far;                               // softmax and delta there, [3, EDGES, S]
+    A *near, *near_value;                 // [S, padded dim]
+    A *near_edge, *near_mixed;            // [heads, padded edge_dim]
+    A *near_top, *near_inverse, *factor;  // [HP]
+    A* attr;                              // [EDGES, padded edge_dim]
     A* result;
-    int64_t *near_at, *near_value_at, *far_at, *far_value_at;  // offset of each head in its row
+    int64_t *near_at, *near_value_at, *far_at, *far_value_at, *zero;  // of each head in its row
   };
 
   int64_t scratch_bytes(int64_t result) const {
-    int64_t wide = result + H * (DP + DVP + 2 * CP) + 7 * HP * BLOCK + 4 * HP + BLOCK * CP;
-    return round_up(wide * int64_t(sizeof(A)) + 4 * HP * int64_t(sizeof(int64_t)), 64);
+    int64_t wide = result + S * (DP + DVP) + 2 * H * CP + 7 * S * BLOCK + 3 * HP + BLOCK * CP;
+    return round_up((wide + 16 * 16) * int64_t(sizeof(A)) + 5 * HP * int64_t(sizeof(int64_t)), 64);
   }
 
   Scratch cut(void* memory, int64_t result, bool over_sources) const {
     A* next = static_cast<A*>(memory);
-    auto take = [&next](int64_t n) { return std::exchange(next, next + n); };
+    auto take = [&next](int64_t n) { return std::exchange(next, next + round_up(n, 16)); };
     Scratch s;
-    s.score = take(HP * BLOCK);
-    s.slope = take(HP * BLOCK);
-    s.bias = take(HP * BLOCK);
-    s.keep = take(HP * BLOCK);
-    s.far = take(3 * HP * BLOCK);
-    s.near = take(H * DP);
-    s.near_value = take(H * DVP);
+    s.score = take(S * BLOCK);
+    s.slope = take(S * BLOCK);
+    s.bias = take(S * BLOCK);
+    s.keep = take(S * BLOCK);
+    s.far = take(3 * S * BLOCK);
+    s.near = take(S * DP);
+    s.near_value = take(S * DVP);
     s.near_edge = take(H * CP);
     s.near_mixed = take(H * CP);
-    s.by_head = take(HP);
     s.near_top = take(HP);
     s.near_inverse = take(HP);
     s.factor = take(HP);
@@ -346,6 +378,11 @@ struct Pass {
     s.near_value_at = at + HP;
     s.far_at = at + 2 * HP;
     s.far_value_at = at + 3 * HP;
+    s.zero = at + 4 * HP;
+    // The heads that fill up a vector have zeros at the near end.
+    std::fill_n(s.near, S * DP, A(0));
+    std::fill_n(s.near_value, S * DVP, A(0));
+    std::fill_n(at, 5 * HP, 0);
     for (int64_t h = 0; h < H; ++h) {
       int64_t near = over_sources ? h / G : h, far = over_sources ? h : h / G;
       s.near_at[h] = near * DP;
@@ -353,6 +390,7 @@ struct Pass {
       s.far_at[h] = far * D;
       s.far_value_at[h] = far * DV;
     }
+    if (H == S && (over_sources || G == 1)) s.far_at = s.far_value_at = nullptr;
     return s;
   }
 
@@ -414,33 +452,30 @@ struct Pass {
     return DONE;
   }
 
-  // Calls body(block, first) for the edges of a piece. With `stats`, the stats of the next far ends
-  // are asked for as well.
+  // Calls body(group, block, first) for the edges of a piece. With `stats`, the stats of the next
+  // far ends are asked for as well.
   template <bool OVER_SOURCES, class Body>
   INLINE void visit_blocks(int64_t batch, int64_t begin, int64_t end, const A* stats,
                            Body body) const {
-    for (int64_t e = begin; e < end; e += BLOCK) {
-      int64_t n = std::min(BLOCK, end - e);
-      if (n > 8)
-        body(gather<OVER_SOURCES, 16>(batch, e, n, stats), e == begin);
-      else if (n > 4)
-        body(gather<OVER_SOURCES, 8>(batch, e, n, stats), e == begin);
-      else
-        body(gather<OVER_SOURCES, 4>(batch, e, n, stats), e == begin);
-    }
+    with_group([&](auto group) {
+      for (int64_t e = begin; e < end; e += BLOCK) {
+        Block<T> block;
+        gather<OVER_SOURCES>(batch, e, std::min(BLOCK, end - e), L / group, stats, block);
+        body(group, block, e == begin);
+      }
+    });
   }
 
-  template <bool OVER_SOURCES, int64_t EDGES>
-  INLINE Block<T, EDGES> gather(int64_t batch, int64_t e, int64_t n, const A* stats) const {
+  template <bool OVER_SOURCES>
+  INLINE void gather(int64_t batch, int64_t e, int64_t n, int64_t multiple, const A* stats,
+                     Block<T>& block) const {
     const Rows& far = OVER_SOURCES ? call.query : call.key;
     const Rows& far_value = OVER_SOURCES ? call.grad_out : call.value;
     const T *x = row_of<T>(far, batch, 0), *y = row_of<T>(far_value, batch, 0);
     const int64_t* index = OVER_SOURCES ? call.dst_index : call.src_index;
     const int64_t* edge_id = OVER_SOURCES ? call.edge_id_by_src : call.edge_id;
-    Block<T, EDGES> block;
     block.n = n;
-#pragma GCC unroll 4
-    for (int64_t b = 0; b < EDGES; ++b) {
+    for (int64_t b = 0; b < round_up(n, multiple); ++b) {
       const int64_t at = e + (b < n ? b : 0),
                     next = index[std::min(at + AHEAD, call.num_edges - 1)];
       block.index[b] = index[at];
@@ -449,12 +484,11 @@ struct Pass {
       block.y[b] = y + block.index[b] * far_value.row_stride;
       block.next_x[b] = x + next * far.row_stride;
       block.next_y[b] = y + next * far_value.row_stride;
-      if (OVER_SOURCES) prefetch(stats + next * 3 * H, 3 * H);
+      if (OVER_SOURCES) prefetch(stats + next * 3 * S, 3 * S);
     }
     if (call.bias != nullptr || C > 0)
       for (int64_t b = 0; b < n; ++b)
         prefetch_edge<OVER_SOURCES>(batch, std::min(e + b + AHEAD, call.num_edges - 1));
-    return block;
   }
 
   // What belongs to an edge lies anywhere, in the caller's order.
@@ -482,36 +516,39 @@ struct Pass {
     return reinterpret_cast<const A*>(tensor) + ((batch * call.num_dst + target) * H + h) * C;
   }
 
+  int64_t vectors_of(const Block<T>& block) const { return (block.n * S + L - 1) / L; }
+
   // Scores of a block but for scale and bias, and what of edges goes with them.
-  template <bool OVER_SOURCES, int64_t EDGES>
-  INLINE void score(const Scratch& s, const Block<T, EDGES>& block, int64_t batch) const {
-    const int64_t far_heads = OVER_SOURCES ? H : call.key_heads;
-    Ahead<T, EDGES> next(block.next_x, far_heads * D);
-    dots<EDGES>(s.near, s.near_at, block.x, next, s.far_at, H, D, s.score);
+  template <bool OVER_SOURCES, int64_t GROUP>
+  INLINE void score(const Scratch& s, const Block<T>& block, int64_t batch) const {
+    dots<GROUP>(s.near, FarRows<T>{block.x, block.next_x, s.far_at}, S, vectors_of(block), D,
+                s.score);
     for (int64_t b = 0; b < (C > 0 ? block.n : 0); ++b) {
       A* attr = s.attr + b * CP;
       widen_any(call.edge_attr, call.edge_attr_dtype, block.edge[b] * C, C, attr);
       for (int64_t h = 0; h < H; ++h)
-        s.score[h * EDGES + b] +=
-            dot(OVER_SOURCES ? edge_row(call.query_edge, batch, block.index[b], h)
-                             : s.near_edge + h * CP,
-                attr, C);
+        s.score[b * S + h] += dot(OVER_SOURCES ? edge_row(call.query_edge, batch, block.index[b], h)
+                                               : s.near_edge + h * CP,
+                                  attr, C);
     }
-    for (int64_t b = 0; b < (call.bias != nullptr ? block.n : 0); ++b) {
-      int64_t at = batch * call.bias_batch_stride + block.edge[b] * H;
-      widen_any(call.bias, call.bias_dtype, at, H, s.by_head);
-      for (int64_t h = 0; h < H; ++h) s.bias[h * EDGES + b] = s.by_head[h];
-    }
-    if (call.dropout > 0) draw<EDGES>(call, block.edge, batch, s.keep);
+    for (int64_t b = 0; b < (call.bias != nullptr ? block.n : 0); ++b)
+      widen_any(call.bias, call.bias_dtype, batch * call.bias_batch_stride + block.edge[b] * H, H,
+                s.bias + b * S);
+    if (call.dropout > 0) draw(call, block.edge, block.n, batch, S, s.keep);
   }
 
-  // A vector of scores, -inf beyond the edges that there are.
-  template <int64_t EDGES>
-  INLINE Vec<A> scaled_score(const Scratch& s, int64_t h, int64_t part, int64_t n) const {
-    int64_t at = h * EDGES + part * L;
-    Vec<A> x = load(s.score + at) * static_cast<A>(call.scale);
-    if (call.bias != nullptr) x += load(s.bias + at);
-    return among_first<A, EDGES>(n - part * L) ? x : broadcast(A(-INFINITY));
+  // Vector w of the scores, -inf beyond the edges that there are.
+  template <int64_t GROUP>
+  INLINE Vec<A> scaled_score(const Scratch& s, int64_t w, int64_t n) const {
+    Vec<A> x = load(s.score + w * L) * static_cast<A>(call.scale);
+    if (call.bias != nullptr) x += load(s.bias + w * L);
+    return there<GROUP>(w, n) ? x : broadcast(A(-INFINITY));
+  }
+
+  // Lanes of vector w that belong to one of the first n edges.
+  template <int64_t GROUP>
+  INLINE typename Vectors<A>::Integer there(int64_t w, int64_t n) const {
+    return among_first<A, GROUP>(GROUP == L ? 1 : n - w * (L / GROUP));
   }
 
   // Forward
@@ -525,50 +562,50 @@ struct Pass {
     return {result, result + HP, result + 2 * HP, result + 2 * HP + H * DVP};
   }
 
-  template <int64_t EDGES>
-  INLINE void forward_block(const Scratch& s, const Block<T, EDGES>& block, int64_t batch,
+  template <int64_t GROUP>
+  INLINE void forward_block(const Scratch& s, const Block<T>& block, int64_t batch,
                             bool first) const {
-    typedef Layout<A, EDGES> Y;
+    const int64_t vectors = vectors_of(block);
     Sums sums = sums_of(s.result);
-    score<false, EDGES>(s, block, batch);
-    for (int64_t h = 0; h < H; h += Y::HEADS) {
-      Vec<A> x[Y::PARTS], top;
-      for (int64_t part = 0; part < Y::PARTS; ++part) {
-        x[part] = scaled_score<EDGES>(s, h, part, block.n);
-        top = part == 0 ? x[0] : x[part] > top ? x[part] : top;
+    score<false, GROUP>(s, block, batch);
+    for (int64_t h = 0; h < HP; h += L) {
+      Vec<A> before = broadcast(A(-INFINITY));
+      if (!first) before = load(sums.top + h);
+      Vec<A> top = before;
+      for (int64_t w = h / L; w < vectors; w += HP / L) {
+        Vec<A> x = scaled_score<GROUP>(s, w, block.n);
+        store(s.score + w * L, x);
+        top = x > top ? x : top;
       }
-      top = group_max<A, EDGES>(top);
-      Vec<A> before = {};
-      if (!first) {
-        before = spread<A, EDGES>(sums.top + h);
-        top = top > before ? top : before;
-      }
+      top = fold_max<A, GROUP>(top);
       // Where nothing is allowed the maximum is -inf, and all exponentials zero.
-      Vec<A> base = top == -INFINITY ? Vec<A>{} : top, total = {}, factor = {};
-      for (int64_t part = 0; part < Y::PARTS; ++part) {
-        int64_t at = h * EDGES + part * L;
-        x[part] = exponential(x[part] - base);
-        total += x[part];
-        store(s.score + at, call.dropout > 0 ? x[part] * load(s.keep + at) : x[part]);
+      Vec<A> base = top == -INFINITY ? Vec<A>{} : top, total = {};
+      for (int64_t w = h / L; w < vectors; w += HP / L) {
+        Vec<A> x = exponential(load(s.score + w * L) - base);
+        total += x;
+        store(s.score + w * L, call.dropout > 0 ? x * load(s.keep + w * L) : x);
       }
-      total = group_sum<A, EDGES>(total);
+      total = fold_sum<A, GROUP>(total);
       if (!first) {
-        factor = exponential(before - base);
-        total += factor * spread<A, EDGES>(sums.total + h);
+        Vec<A> factor = exponential(before - base);
+        total += factor * load(sums.total + h);
+        store(s.factor + h, factor);
       }
-      collect<A, EDGES>(top, sums.top + h);
-      collect<A, EDGES>(total, sums.total + h);
-      collect<A, EDGES>(factor, s.factor + h);
+      store(sums.top + h, top);
+      store(sums.total + h, total);
     }
-    const A* attr[EDGES];
-    for (int64_t b = 0; b < EDGES; ++b) attr[b] = s.attr + b * CP;
-    Ahead<T, EDGES> next(block.next_y, call.key_heads * DV);
-    for (int64_t h = 0; h < H; ++h) {
-      const A* weight = s.score + h * EDGES;
-      A* out = sums.out + h * DVP;
-      add_rows<1>(first, s.factor[h], &weight, block.y, next, s.far_value_at[h], block.n, DV, &out);
-      add_rows(first, s.factor[h], weight, attr, 0, block.n, C, sums.mixed + h * CP);
-    }
+    const Weighted<1, A> out{first, s.factor, {s.score}, S, block.n, {sums.out}, DVP};
+    add_rows<true>(out, FarRows<T>{block.y, block.next_y, s.far_value_at}, H, DV);
+    if (C == 0) return;
+    const A* attr[BLOCK];
+    const Weighted<1, A> mixed{first, s.factor, {s.score}, S, block.n, {sums.mixed}, CP};
+    add_rows<false>(mixed, edge_rows(s, attr), H, C);
+  }
+
+  // Edge features, which all heads share.
+  FarRows<A> edge_rows(const Scratch& s, const A** attr) const {
+    for (int64_t b = 0; b < BLOCK; ++b) attr[b] = s.attr + b * CP;
+    return {attr, attr, s.zero};
   }
 
   // The row at the near end that comes after the next one.
@@ -587,8 +624,8 @@ struct Pass {
 
   void forward_piece(const Scratch& s, int64_t batch, int64_t i, int64_t begin, int64_t end) const {
     load_target(s, batch, i);
-    visit_blocks<false>(batch, begin, end, nullptr, [&](const auto& block, bool first) {
-      forward_block<std::decay_t<decltype(block)>::SIZE>(s, block, batch, first);
+    visit_blocks<false>(batch, begin, end, nullptr, [&](auto group, const auto& block, bool first) {
+      forward_block<group>(s, block, batch, first);
     });
   }
 
@@ -647,16 +684,14 @@ struct Pass {
   void weights_piece(const Scratch& s, int64_t batch, int64_t i, int64_t begin, int64_t end) const {
     load_target(s, batch, i);
     load_softmax(s, batch, i);
-    visit_blocks<false>(batch, begin, end, nullptr, [&](const auto& block, bool) {
-      constexpr int64_t EDGES = std::decay_t<decltype(block)>::SIZE;
-      typedef Layout<A, EDGES> Y;
-      score<false, EDGES>(s, block, batch);
-      for (int64_t h = 0; h < H; h += Y::HEADS)
-        for (int64_t part = 0; part < Y::PARTS; ++part)
-          store(s.score + h * EDGES + part * L, near_weight<EDGES>(s, h, part, block.n));
+    visit_blocks<false>(batch, begin, end, nullptr, [&](auto group, const auto& block, bool) {
+      score<false, group>(s, block, batch);
+      for (int64_t h = 0; h < HP; h += L)
+        for (int64_t w = h / L; w < vectors_of(block); w += HP / L)
+          store(s.score + w * L, near_weight<group>(s, w, h, block.n));
       for (int64_t b = 0; b < block.n; ++b) {
         T* to = reinterpret_cast<T*>(call.weights) + (batch * call.num_edges + block.edge[b]) * H;
-        for (int64_t h = 0; h < H; ++h) narrow(s.score[h * EDGES + b], to + h);
+        for (int64_t h = 0; h < H; ++h) narrow(s.score[b * S + h], to + h);
       }
     });
   }
@@ -664,14 +699,16 @@ struct Pass {
   void load_softmax(const Scratch& s, int64_t batch, int64_t i) const {
     const A* softmax =
         reinterpret_cast<const A*>(call.softmax) + 2 * (batch * call.num_dst + i) * H;
-    std::copy_n(softmax, H, s.near_top);
-    std::copy_n(softmax + H, H, s.near_inverse);
+    for (int64_t first = 0; first < HP; first += S) {
+      std::copy_n(softmax, H, s.near_top + first);
+      std::copy_n(softmax + H, H, s.near_inverse + first);
+    }
   }
 
-  template <int64_t EDGES>
-  INLINE Vec<A> near_weight(const Scratch& s, int64_t h, int64_t part, int64_t n) const {
-    return exponential(scaled_score<EDGES>(s, h, part, n) - spread<A, EDGES>(s.near_top + h)) *
-           spread<A, EDGES>(s.near_inverse + h);
+  template <int64_t GROUP>
+  INLINE Vec<A> near_weight(const Scratch& s, int64_t w, int64_t h, int64_t n) const {
+    return exponential(scaled_score<GROUP>(s, w, n) - load(s.near_top + h)) *
+           load(s.near_inverse + h);
   }
 
   // Backward
@@ -682,21 +719,19 @@ struct Pass {
   // of the query is sum P G K - delta sum P K.
 
   // G of a block, without dropout.
-  template <bool OVER_SOURCES, int64_t EDGES>
-  INLINE void slope(const Scratch& s, const Block<T, EDGES>& block, int64_t batch) const {
-    const int64_t far_heads = OVER_SOURCES ? H : call.key_heads;
-    Ahead<T, EDGES> next(block.next_y, far_heads * DV);
-    dots<EDGES>(s.near_value, s.near_value_at, block.y, next, s.far_value_at, H, DV, s.slope);
+  template <bool OVER_SOURCES, int64_t GROUP>
+  INLINE void slope(const Scratch& s, const Block<T>& block, int64_t batch) const {
+    dots<GROUP>(s.near_value, FarRows<T>{block.y, block.next_y, s.far_value_at}, S,
+                vectors_of(block), DV, s.slope);
     for (int64_t b = 0; b < (call.grad_mixed != nullptr ? block.n : 0); ++b)
       for (int64_t h = 0; h < H; ++h)
-        s.slope[h * EDGES + b] +=
-            dot(OVER_SOURCES ? edge_row(call.grad_mixed, batch, block.index[b], h)
-                             : s.near_mixed + h * CP,
-                s.attr + b * CP, C);
+        s.slope[b * S + h] += dot(OVER_SOURCES ? edge_row(call.grad_mixed, batch, block.index[b], h)
+                                               : s.near_mixed + h * CP,
+                                  s.attr + b * CP, C);
     for (int64_t b = 0; b < (call.grad_weights != nullptr ? block.n : 0); ++b) {
       const T* grad = reinterpret_cast<const T*>(call.grad_weights) +
                       (batch * call.num_edges + block.edge[b]) * H;
-      for (int64_t h = 0; h < H; ++h) s.slope[h * EDGES + b] += widen(grad[h]);
+      for (int64_t h = 0; h < H; ++h) s.slope[b * S + h] += widen(grad[h]);
     }
   }
 
@@ -722,36 +757,33 @@ struct Pass {
       widen_row(edge_row(call.grad_mixed, batch, i, h), C, s.near_mixed + h * CP);
     TargetSums sums = target_sums_of(s.result);
     std::fill_n(sums.delta, HP, A(0));
-    visit_blocks<false>(batch, begin, end, nullptr, [&](const auto& block, bool first) {
-      constexpr int64_t EDGES = std::decay_t<decltype(block)>::SIZE;
-      typedef Layout<A, EDGES> Y;
-      score<false, EDGES>(s, block, batch);
-      slope<false, EDGES>(s, block, batch);
-      for (int64_t h = 0; h < H; h += Y::HEADS) {
+    visit_blocks<false>(batch, begin, end, nullptr, [&](auto group, const auto& block, bool first) {
+      score<false, group>(s, block, batch);
+      slope<false, group>(s, block, batch);
+      const int64_t vectors = vectors_of(block);
+      for (int64_t h = 0; h < HP; h += L) {
         Vec<A> delta = {};
-        for (int64_t part = 0; part < Y::PARTS; ++part) {
-          int64_t at = h * EDGES + part * L;
-          Vec<A> weight = near_weight<EDGES>(s, h, part, block.n);
-          Vec<A> product = weight * load(s.slope + at);
-          if (call.dropout > 0) product *= load(s.keep + at);
-          product = among_first<A, EDGES>(block.n - part * L) ? product : Vec<A>{};
+        for (int64_t w = h / L; w < vectors; w += HP / L) {
+          Vec<A> weight = near_weight<group>(s, w, h, block.n);
+          Vec<A> product = weight * load(s.slope + w * L);
+          if (call.dropout > 0) product *= load(s.keep + w * L);
+          product = there<group>(w, block.n) ? product : Vec<A>{};
           delta += product;
-          store(s.score + at, weight);
-          store(s.slope + at, product);
+          store(s.score + w * L, weight);
+          store(s.slope + w * L, product);
         }
-        delta = group_sum<A, EDGES>(delta) + spread<A, EDGES>(sums.delta + h);
-        collect<A, EDGES>(delta, sums.delta + h);
+        store(sums.delta + h, fold_sum<A, group>(delta) + load(sums.delta + h));
       }
-      const A* attr[EDGES];
-      for (int64_t b = 0; b < EDGES; ++b) attr[b] = s.attr + b * CP;
-      NothingAhead none;
-      for (int64_t h = 0; h < H; ++h) {
-        const A* const weights[2] = {s.slope + h * EDGES, s.score + h * EDGES};
-        A* const of_key[2] = {sums.slope_key + h * DP, sums.key + h * DP};
-        A* const of_edge[2] = {sums.slope_edge + h * CP, sums.edge + h * CP};
-        add_rows<2>(first, A(1), weights, block.x, none, s.far_at[h], block.n, D, of_key);
-        add_rows<2>(first, A(1), weights, attr, none, 0, block.n, C, of_edge);
-      }
+      add_rows<false>(
+          Weighted<2, A>{
+              first, nullptr, {s.slope, s.score}, S, block.n, {sums.slope_key, sums.key}, DP},
+          FarRows<T>{block.x, block.x, s.far_at}, H, D);
+      if (C == 0) return;
+      const A* attr[BLOCK];
+      add_rows<false>(
+          Weighted<2, A>{
+              first, nullptr, {s.slope, s.score}, S, block.n, {sums.slope_edge, sums.edge}, CP},
+          edge_rows(s, attr), H, C);
     });
   }
 
@@ -766,8 +798,11 @@ struct Pass {
       return;
     }
     TargetSums sums = target_sums_of(result);
-    std::copy_n(reinterpret_cast<const A*>(call.softmax) + 2 * place, 2 * H, stats + 3 * place);
-    std::copy_n(sums.delta, H, stats + 3 * place + 2 * H);
+    const A* softmax = reinterpret_cast<const A*>(call.softmax) + 2 * place;
+    stats += 3 * (batch * call.num_dst + i) * S;
+    std::copy_n(softmax, H, stats);
+    std::copy_n(softmax + H, H, stats + S);
+    std::copy_n(sums.delta, H, stats + 2 * S);
     for (int64_t h = 0; h < H; ++h) {
       const A delta = sums.delta[h], scale = static_cast<A>(call.scale);
       A *slope_key = sums.slope_key + h * DP, *key = sums.key + h * DP;
@@ -786,66 +821,72 @@ struct Pass {
     const T *k = row_of<T>(call.key, batch, j), *v = row_of<T>(call.value, batch, j);
     prefetch_next(call.key, batch, j, call.num_src, key_heads * D);
     prefetch_next(call.value, batch, j, call.num_src, key_heads * DV);
-    for (int64_t h = 0; h < key_heads; ++h) {
-      widen_row(k + h * D, D, s.near + h * DP);
-      widen_row(v + h * DV, DV, s.near_value + h * DVP);
+    for (int64_t h = 0; h < H; ++h) {
+      widen_row(k + h / G * D, D, s.near + h * DP);
+      widen_row(v + h / G * DV, DV, s.near_value + h * DVP);
     }
     A *grad_key = s.result, *grad_value = s.result + key_heads * DP;
-    stats += 3 * batch * call.num_dst * H;
-    visit_blocks<true>(batch, begin, end, stats, [&](const auto& block, bool first) {
-      constexpr int64_t EDGES = std::decay_t<decltype(block)>::SIZE;
-      typedef Layout<A, EDGES> Y;
-      alignas(64) const A* of_target[EDGES];
-      for (int64_t b = 0; b < EDGES; ++b) of_target[b] = stats + 3 * H * block.index[b];
-      transpose<EDGES>(of_target, 3 * H, s.far);
-      const A *top = s.far, *inverse = top + H * EDGES, *delta = inverse + H * EDGES;
-      score<true, EDGES>(s, block, batch);
-      slope<true, EDGES>(s, block, batch);
-      for (int64_t h = 0; h < H; h += Y::HEADS)
-        for (int64_t part = 0; part < Y::PARTS; ++part) {
-          int64_t at = h * EDGES + part * L;
-          Vec<A> weight = exponential(scaled_score<EDGES>(s, h, part, block.n) - load(top + at)) *
-                          load(inverse + at);
-          Vec<A> grad = load(s.slope + at), used = weight;
-          if (call.dropout > 0) {
-            grad *= load(s.keep + at);
-            used *= load(s.keep + at);
-          }
-          store(s.slope + at, weight * (grad - load(delta + at)));
-          store(s.score + at, used);
+    stats += 3 * batch * call.num_dst * S;
+    visit_blocks<true>(batch, begin, end, stats, [&](auto group, const auto& block, bool first) {
+      A *top = s.far, *inverse = top + BLOCK * S, *delta = inverse + BLOCK * S;
+      for (int64_t b = 0; b < round_up(block.n, L / group); ++b) {
+        const A* of_target = stats + 3 * S * block.index[b];
+        for (int64_t h = 0; h < S; h += group) {
+          std::copy_n(of_target + h, +group, top + b * S + h);
+          std::copy_n(of_target + S + h, +group, inverse + b * S + h);
+          std::copy_n(of_target + 2 * S + h, +group, delta + b * S + h);
         }
-      for (int64_t h = 0; h < H; ++h) {
-        const bool start = first && h % G == 0;
-        add_rows(start, A(1), s.slope + h * EDGES, block.x, s.far_at[h], block.n, D,
-                 grad_key + s.near_at[h]);
-        add_rows(start, A(1), s.score + h * EDGES, block.y, s.far_value_at[h], block.n, DV,
-                 grad_value + s.near_value_at[h]);
       }
-      if (call.grad_bias != nullptr || call.grad_edge_attr != nullptr)
-        write_edges<EDGES>(s, block, batch);
+      score<true, group>(s, block, batch);
+      slope<true, group>(s, block, batch);
+      for (int64_t w = 0; w < vectors_of(block); ++w) {
+        const int64_t at = w * L;
+        Vec<A> weight =
+            exponential(scaled_score<group>(s, w, block.n) - load(top + at)) * load(inverse + at);
+        Vec<A> grad = load(s.slope + at), used = weight;
+        if (call.dropout > 0) {
+          grad *= load(s.keep + at);
+          used *= load(s.keep + at);
+        }
+        store(s.slope + at, weight * (grad - load(delta + at)));
+        store(s.score + at, used);
+      }
+      // Heads that share one of the key add to the same sums, one after the other.
+      const int64_t together = G == 1 ? H : 1;
+      for (int64_t h = 0; h < H; h += together) {
+        const bool start = first && h % G == 0;
+        add_rows<false>(
+            Weighted<1, A>{
+                start, nullptr, {s.slope + h}, S, block.n, {grad_key + s.near_at[h]}, DP},
+            FarRows<T>{block.x, block.x, s.far_at}.from(h, D), together, D);
+        add_rows<false>(
+            Weighted<1, A>{
+                start, nullptr, {s.score + h}, S, block.n, {grad_value + s.near_value_at[h]}, DVP},
+            FarRows<T>{block.y, block.y, s.far_value_at}.from(h, DV), together, DV);
+      }
+      if (call.grad_bias != nullptr || call.grad_edge_attr != nullptr) write_edges(s, block, batch);
     });
   }
 
   // Gradients of what belongs to edges; one thread has all of the batch of an edge.
-  template <int64_t EDGES>
-  void write_edges(const Scratch& s, const Block<T, EDGES>& block, int64_t batch) const {
+  void write_edges(const Scratch& s, const Block<T>& block, int64_t batch) const {
     A* grad_bias = reinterpret_cast<A*>(call.grad_bias);
     A* grad_attr = reinterpret_cast<A*>(call.grad_edge_attr);
     const bool add_bias = batch > 0 && call.bias_batch_stride == 0;
     for (int64_t b = 0; b < block.n; ++b) {
       int64_t at = batch * call.bias_batch_stride + block.edge[b] * H;
       for (int64_t h = 0; h < (grad_bias != nullptr ? H : 0); ++h)
-        grad_bias[at + h] = s.slope[h * EDGES + b] + (add_bias ? grad_bias[at + h] : 0);
+        grad_bias[at + h] = s.slope[b * S + h] + (add_bias ? grad_bias[at + h] : 0);
       if (grad_attr == nullptr) continue;
       A* to = grad_attr + block.edge[b] * C;
       if (batch == 0) std::fill_n(to, C, A(0));
       for (int64_t h = 0; h < H; ++h) {
         const A* q = edge_row(call.query_edge, batch, block.index[b], h);
-        const A slope = s.slope[h * EDGES + b] * static_cast<A>(call.scale);
+        const A slope = s.slope[b * S + h] * static_cast<A>(call.scale);
         for (int64_t c = 0; c < C; ++c) to[c] += slope * q[c];
         if (call.grad_mixed == nullptr) continue;
         const A* m = edge_row(call.grad_mixed, batch, block.index[b], h);
-        const A weight = s.score[h * EDGES + b];
+        const A weight = s.score[b * S + h];
         for (int64_t c = 0; c < C; ++c) to[c] += weight * m[c];
       }
     }
@@ -874,13 +915,13 @@ struct Pass {
   }
 
   int backward() const {
-    const int64_t rows = call.batch * call.num_dst * H, size = call.key_heads * (DP + DVP);
+    const int64_t size = call.key_heads * (DP + DVP);
     ask_for_huge_pages(call.grad_query, query_bytes());
     ask_for_huge_pages(call.grad_key, key_bytes());
     ask_for_huge_pages(call.grad_value, value_bytes());
-    // [batch, num_dst, 3, heads]: softmax and delta, side by side for the pass over sources. Some
-    // room, because `transpose` reads on.
-    std::unique_ptr<A, Free> memory(static_cast<A*>(std::malloc((3 * rows + 4) * sizeof(A))));
+    // [batch, num_dst, 3, S]: softmax and delta, side by side for the pass over sources.
+    std::unique_ptr<A, Free> memory(
+        static_cast<A*>(std::malloc(3 * call.batch * call.num_dst * S * sizeof(A) + 1)));
     A* stats = memory.get();
     if (stats == nullptr) return OUT_OF_MEMORY;
     int status = run(

@@ -334,7 +334,7 @@ INLINE Vec<A> sum_each(Vec<A>* x) {
   }
 }
 
-// Maximum or sum over groups of EDGES lanes; every lane of a group gets it.
+// Maximum or sum over the lanes that lie multiples of BY apart; each of them gets it.
 template <class A, int64_t BY, size_t... I>
 INLINE Vec<A> swap_lanes(Vec<A> x, std::index_sequence<I...>) {
 #if defined(__clang__) || __GNUC__ >= 12
@@ -344,22 +344,22 @@ INLINE Vec<A> swap_lanes(Vec<A> x, std::index_sequence<I...>) {
 #endif
 }
 
-template <class A, int64_t EDGES, int64_t BY = 1>
-INLINE Vec<A> group_max(Vec<A> x) {
-  if constexpr (BY >= EDGES || BY >= Vectors<A>::LANES) {
-    return x;
-  } else {
+template <class A, int64_t BY>
+INLINE Vec<A> fold_max(Vec<A> x) {
+  if constexpr (BY < Vectors<A>::LANES) {
     Vec<A> y = swap_lanes<A, BY>(x, Lanes<A>{});
-    return group_max<A, EDGES, 2 * BY>(x > y ? x : y);
+    return fold_max<A, 2 * BY>(x > y ? x : y);
+  } else {
+    return x;
   }
 }
 
-template <class A, int64_t EDGES, int64_t BY = 1>
-INLINE Vec<A> group_sum(Vec<A> x) {
-  if constexpr (BY >= EDGES || BY >= Vectors<A>::LANES)
-    return x;
+template <class A, int64_t BY>
+INLINE Vec<A> fold_sum(Vec<A> x) {
+  if constexpr (BY < Vectors<A>::LANES)
+    return fold_sum<A, 2 * BY>(x + swap_lanes<A, BY>(x, Lanes<A>{}));
   else
-    return group_sum<A, EDGES, 2 * BY>(x + swap_lanes<A, BY>(x, Lanes<A>{}));
+    return x;
 }
 
 }  // namespace GRAPHATTN_ISA
