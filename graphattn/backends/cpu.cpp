@@ -42,8 +42,8 @@ using std::uint64_t;
 constexpr int64_t UNIT = 1024;
 // Edges that are scored together.
 constexpr int64_t BLOCK = 16;
-// Rows of memory are asked for this many edges before they are used.
-constexpr int64_t AHEAD = 8;
+// Rows of memory are asked for so many bytes of rows before they are used.
+constexpr int64_t BYTES_AHEAD = 1 << 14;
 // Bytes of a result that no cache holds until it is read: its rows are written past the caches,
 // which need not fetch first what is overwritten.
 constexpr int64_t CACHES = int64_t(1) << 26;

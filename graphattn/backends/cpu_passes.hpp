@@ -44,69 +44,74 @@ struct FarRows {
   }
 };
 
+// Edges and heads that there are in a block, and heads as they are laid out.
+struct Extent {
+  int64_t edges, heads, stride;
+};
+
 // <own[h], row of edge b at h> in the lanes that number [b, h] of the block has. VECTORS: the dim
 // in vectors, 0 when it is another.
 template <int64_t GROUP, int64_t VECTORS, bool PLACES, class A, class T>
-NOINLINE void dot_heads(const A* own, FarRows<T> far, int64_t heads, int64_t vectors, int64_t dim,
-                        A* to) {
+NOINLINE void dot_heads(const A* own, FarRows<T> far, Extent extent, int64_t dim, A* to) {
   constexpr int64_t L = Vectors<A>::LANES;
   const int64_t padded = VECTORS > 0 ? VECTORS * L : round_up(dim, L);
-  for (int64_t w = 0, b = 0, h = 0; w < vectors; ++w) {
-    Vec<A> product[L];
+  for (int64_t b = 0; b < extent.edges; b += L / GROUP) {
+    for (int64_t h = 0; h < extent.stride; h += GROUP) {
+      Vec<A> product[L];
 #pragma GCC unroll 16
-    for (int64_t i = 0; i < L; ++i) {
-      const int64_t head =
-          (GROUP < L ? 0 : h) + i % GROUP;  // with GROUP < L, all are of one vector
-      const int64_t at = far.template place<PLACES>(head, VECTORS > 0 ? VECTORS * L : dim);
-      const T *row = far.rows[b + i / GROUP] + at, *ahead = far.next[b + i / GROUP] + at;
-      const A* mine = own + head * padded;
-      Vec<A> sum = {};
-      if constexpr (VECTORS > 0) {
-        for (int64_t v = 0; v < VECTORS; ++v) {
-          sum += load(mine + v * L) * load(row + v * L);
-          prefetch_vector<A>(ahead, v);
+      for (int64_t i = 0; i < L; ++i) {
+        const int64_t head = (GROUP < L ? 0 : h) + i % GROUP, edge = b + i / GROUP;
+        Vec<A> sum = {};
+        // Of two edges or less in a vector, the second is worth no branch.
+        if ((2 * GROUP < L && edge >= extent.edges) || (PLACES && head >= extent.heads)) {
+          product[i] = sum;
+          continue;
         }
-      } else {
-        int64_t d = 0;
-        for (; d + L <= dim; d += L) {
-          sum += load(mine + d) * load(row + d);
-          prefetch_vector<A>(ahead, d / L);
+        const int64_t at = far.template place<PLACES>(head, VECTORS > 0 ? VECTORS * L : dim);
+        const T *row = far.rows[edge] + at, *ahead = far.next[edge] + at;
+        const A* mine = own + head * padded;
+        if constexpr (VECTORS > 0) {
+          for (int64_t v = 0; v < VECTORS; ++v) {
+            sum += load(mine + v * L) * load(row + v * L);
+            prefetch_vector<A>(ahead, v);
+          }
+        } else {
+          int64_t d = 0;
+          for (; d + L <= dim; d += L) {
+            sum += load(mine + d) * load(row + d);
+            prefetch_vector<A>(ahead, d / L);
+          }
+          if (d < dim) {
+            sum += load(mine + d) * load_first(row + d, dim - d);
+            __builtin_prefetch(ahead + d);
+          }
         }
-        if (d < dim) {
-          sum += load(mine + d) * load_first(row + d, dim - d);
-          __builtin_prefetch(ahead + d);
-        }
+        product[i] = sum;
       }
-      product[i] = sum;
+      store(to + b * extent.stride + h, sum_each<A>(product));
     }
-    store(to + w * L, sum_each<A>(product));
-    h += GROUP;
-    if (h < heads) continue;
-    h = 0;
-    b += L / GROUP;
   }
 }
 
 template <int64_t GROUP, int64_t VECTORS, class A, class T>
-INLINE void dot_dims(const A* own, FarRows<T> far, int64_t heads, int64_t vectors, int64_t dim,
-                     A* to) {
+INLINE void dot_dims(const A* own, FarRows<T> far, Extent extent, int64_t dim, A* to) {
   if (far.places == nullptr)
-    dot_heads<GROUP, VECTORS, false>(own, far, heads, vectors, dim, to);
+    dot_heads<GROUP, VECTORS, false>(own, far, extent, dim, to);
   else
-    dot_heads<GROUP, VECTORS, true>(own, far, heads, vectors, dim, to);
+    dot_heads<GROUP, VECTORS, true>(own, far, extent, dim, to);
 }
 
 template <int64_t GROUP, class A, class T>
-INLINE void dots(const A* own, FarRows<T> far, int64_t heads, int64_t vectors, int64_t dim, A* to) {
+INLINE void dots(const A* own, FarRows<T> far, Extent extent, int64_t dim, A* to) {
   constexpr int64_t L = Vectors<A>::LANES;
   if (dim == L)
-    dot_dims<GROUP, 1>(own, far, heads, vectors, dim, to);
+    dot_dims<GROUP, 1>(own, far, extent, dim, to);
   else if (dim == 2 * L)
-    dot_dims<GROUP, 2>(own, far, heads, vectors, dim, to);
+    dot_dims<GROUP, 2>(own, far, extent, dim, to);
   else if (dim == 4 * L)
-    dot_dims<GROUP, 4>(own, far, heads, vectors, dim, to);
+    dot_dims<GROUP, 4>(own, far, extent, dim, to);
   else
-    dot_dims<GROUP, 0>(own, far, heads, vectors, dim, to);
+    dot_dims<GROUP, 0>(own, far, extent, dim, to);
 }
 
 // What weighted rows of the n edges of a block are added to: for COUNT sets of weights [edges,
@@ -276,7 +281,7 @@ INLINE const T* row_of(const Rows& rows, int64_t batch, int64_t index) {
 }
 
 // The edges of a block and the rows at their far ends; beyond the first n, the first is repeated to
-// fill up a vector. The next rows are those of the edges AHEAD of these.
+// fill up a vector. The next rows are those of edges that come some edges later.
 template <class T>
 struct Block {
   int64_t n;
@@ -301,6 +306,7 @@ struct Pass {
   const int64_t DP, DVP, CP;  // the same in whole vectors
   const int64_t S;            // heads as laid out in blocks: a power of two, or whole vectors
   const int64_t HP;           // the same in whole vectors
+  const int64_t ahead;        // how many edges before its use a row is asked for
 
   explicit Pass(const Attention& call)
       : call(call),
@@ -313,7 +319,9 @@ struct Pass {
         DVP(round_up(DV, L)),
         CP(round_up(C, L)),
         S(H < L ? power_of_two(H) : round_up(H, L)),
-        HP(round_up(S, L)) {}
+        HP(round_up(S, L)),
+        ahead(std::clamp<int64_t>(BYTES_AHEAD / std::max<int64_t>(H * (D + DV) * sizeof(T), 1), 8,
+                                  64)) {}
 
   static int64_t power_of_two(int64_t n) {
     int64_t power = 1;
@@ -342,7 +350,7 @@ struct Pass {
   struct Scratch {
     A *score, *slope, *bias, *keep;       // [EDGES, S]
     A* far;                               // softmax and delta there, [3, EDGES, S]
-    A *near, *near_value;                 // [S, padded dim]
+    A *near, *near_value;                 // [heads, padded dim]
     A *near_edge, *near_mixed;            // [heads, padded edge_dim]
     A *near_top, *near_inverse, *factor;  // [HP]
     A* attr;                              // [EDGES, padded edge_dim]
@@ -351,7 +359,7 @@ struct Pass {
   };
 
   int64_t scratch_bytes(int64_t result) const {
-    int64_t wide = result + S * (DP + DVP) + 2 * H * CP + 7 * S * BLOCK + 3 * HP + BLOCK * CP;
+    int64_t wide = result + H * (DP + DVP + 2 * CP) + 7 * S * BLOCK + 3 * HP + BLOCK * CP;
     return round_up((wide + 16 * 16) * int64_t(sizeof(A)) + 5 * HP * int64_t(sizeof(int64_t)), 64);
   }
 
@@ -364,8 +372,8 @@ struct Pass {
     s.bias = take(S * BLOCK);
     s.keep = take(S * BLOCK);
     s.far = take(3 * S * BLOCK);
-    s.near = take(S * DP);
-    s.near_value = take(S * DVP);
+    s.near = take(H * DP);
+    s.near_value = take(H * DVP);
     s.near_edge = take(H * CP);
     s.near_mixed = take(H * CP);
     s.near_top = take(HP);
@@ -379,9 +387,6 @@ struct Pass {
     s.far_at = at + 2 * HP;
     s.far_value_at = at + 3 * HP;
     s.zero = at + 4 * HP;
-    // The heads that fill up a vector have zeros at the near end.
-    std::fill_n(s.near, S * DP, A(0));
-    std::fill_n(s.near_value, S * DVP, A(0));
     std::fill_n(at, 5 * HP, 0);
     for (int64_t h = 0; h < H; ++h) {
       int64_t near = over_sources ? h / G : h, far = over_sources ? h : h / G;
@@ -477,7 +482,7 @@ struct Pass {
     block.n = n;
     for (int64_t b = 0; b < round_up(n, multiple); ++b) {
       const int64_t at = e + (b < n ? b : 0),
-                    next = index[std::min(at + AHEAD, call.num_edges - 1)];
+                    next = index[std::min(at + ahead, call.num_edges - 1)];
       block.index[b] = index[at];
       block.edge[b] = edge_id == nullptr ? at : edge_id[at];
       block.x[b] = x + block.index[b] * far.row_stride;
@@ -488,7 +493,7 @@ struct Pass {
     }
     if (call.bias != nullptr || C > 0)
       for (int64_t b = 0; b < n; ++b)
-        prefetch_edge<OVER_SOURCES>(batch, std::min(e + b + AHEAD, call.num_edges - 1));
+        prefetch_edge<OVER_SOURCES>(batch, std::min(e + b + ahead, call.num_edges - 1));
   }
 
   // What belongs to an edge lies anywhere, in the caller's order.
@@ -521,8 +526,7 @@ struct Pass {
   // Scores of a block but for scale and bias, and what of edges goes with them.
   template <bool OVER_SOURCES, int64_t GROUP>
   INLINE void score(const Scratch& s, const Block<T>& block, int64_t batch) const {
-    dots<GROUP>(s.near, FarRows<T>{block.x, block.next_x, s.far_at}, S, vectors_of(block), D,
-                s.score);
+    dots<GROUP>(s.near, FarRows<T>{block.x, block.next_x, s.far_at}, {block.n, H, S}, D, s.score);
     for (int64_t b = 0; b < (C > 0 ? block.n : 0); ++b) {
       A* attr = s.attr + b * CP;
       widen_any(call.edge_attr, call.edge_attr_dtype, block.edge[b] * C, C, attr);
@@ -721,8 +725,8 @@ struct Pass {
   // G of a block, without dropout.
   template <bool OVER_SOURCES, int64_t GROUP>
   INLINE void slope(const Scratch& s, const Block<T>& block, int64_t batch) const {
-    dots<GROUP>(s.near_value, FarRows<T>{block.y, block.next_y, s.far_value_at}, S,
-                vectors_of(block), DV, s.slope);
+    dots<GROUP>(s.near_value, FarRows<T>{block.y, block.next_y, s.far_value_at}, {block.n, H, S},
+                DV, s.slope);
     for (int64_t b = 0; b < (call.grad_mixed != nullptr ? block.n : 0); ++b)
       for (int64_t h = 0; h < H; ++h)
         s.slope[b * S + h] += dot(OVER_SOURCES ? edge_row(call.grad_mixed, batch, block.index[b], h)
