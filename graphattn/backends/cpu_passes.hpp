@@ -49,6 +49,11 @@ struct Extent {
   int64_t edges, heads, stride;
 };
 
+// Whether blocks are filled up with edges to whole vectors: where that is one edge at most, it is
+// worth no branch.
+template <class A, int64_t GROUP>
+constexpr bool FILLED = 2 * GROUP >= Vectors<A>::LANES;
+
 // <own[h], row of edge b at h> in the lanes that number [b, h] of the block has. VECTORS: the dim
 // in vectors, 0 when it is another.
 template <int64_t GROUP, int64_t VECTORS, bool PLACES, class A, class T>
@@ -62,8 +67,7 @@ NOINLINE void dot_heads(const A* own, FarRows<T> far, Extent extent, int64_t dim
       for (int64_t i = 0; i < L; ++i) {
         const int64_t head = (GROUP < L ? 0 : h) + i % GROUP, edge = b + i / GROUP;
         Vec<A> sum = {};
-        // Of two edges or less in a vector, the second is worth no branch.
-        if ((2 * GROUP < L && edge >= extent.edges) || (PLACES && head >= extent.heads)) {
+        if ((!FILLED<A, GROUP> && edge >= extent.edges) || (PLACES && head >= extent.heads)) {
           product[i] = sum;
           continue;
         }
@@ -280,8 +284,8 @@ INLINE const T* row_of(const Rows& rows, int64_t batch, int64_t index) {
          index * rows.row_stride;
 }
 
-// The edges of a block and the rows at their far ends; beyond the first n, the first is repeated to
-// fill up a vector. The next rows are those of edges that come some edges later.
+// The edges of a block and the rows at their far ends; beyond the first n, the first is repeated
+// where blocks are filled. The next rows are those of edges that come some edges later.
 template <class T>
 struct Block {
   int64_t n;
@@ -465,7 +469,8 @@ struct Pass {
     with_group([&](auto group) {
       for (int64_t e = begin; e < end; e += BLOCK) {
         Block<T> block;
-        gather<OVER_SOURCES>(batch, e, std::min(BLOCK, end - e), L / group, stats, block);
+        gather<OVER_SOURCES>(batch, e, std::min(BLOCK, end - e), FILLED<A, group> ? L / group : 1,
+                             stats, block);
         body(group, block, e == begin);
       }
     });
@@ -833,7 +838,7 @@ struct Pass {
     stats += 3 * batch * call.num_dst * S;
     visit_blocks<true>(batch, begin, end, stats, [&](auto group, const auto& block, bool first) {
       A *top = s.far, *inverse = top + BLOCK * S, *delta = inverse + BLOCK * S;
-      for (int64_t b = 0; b < round_up(block.n, L / group); ++b) {
+      for (int64_t b = 0; b < block.n; ++b) {
         const A* of_target = stats + 3 * S * block.index[b];
         for (int64_t h = 0; h < S; h += group) {
           std::copy_n(of_target + h, +group, top + b * S + h);
