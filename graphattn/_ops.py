@@ -16,8 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.library import Library, register_fake
+from torch import Tensor, library
 
 from graphattn.backends import composite, cpu, eager
 
@@ -32,7 +31,7 @@ _GRAPH = (
 )
 _NUM_INPUTS = 6
 
-_library = Library("graphattn", "DEF")
+_library = library.Library("graphattn", "DEF")
 _library.define(
     f"attention({_INPUTS}, {_GRAPH}, Tensor? seed, float scale, float dropout)"
     " -> (Tensor out, Tensor mixed, Tensor softmax)"
@@ -172,7 +171,7 @@ def _autocast(device: str, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 _library.impl("attention", lambda *arguments: _autocast("cpu", *arguments), "AutocastCPU")
 
 
-@register_fake("graphattn::attention", lib=_library)
+@library.register_fake("graphattn::attention", lib=_library)
 def _attention_shapes(
     query: Tensor,
     key: Tensor,
@@ -196,7 +195,7 @@ def _attention_shapes(
     )
 
 
-@register_fake("graphattn::attention_backward", lib=_library)
+@library.register_fake("graphattn::attention_backward", lib=_library)
 def _attention_backward_shapes(
     grad_out: Tensor | None, grad_mixed: Tensor | None, *arguments: Any
 ) -> list[Tensor]:

@@ -16,6 +16,15 @@ def backend(request):
     return request.param
 
 
+@pytest.fixture
+def poisoned_memory():
+    """Uninitialised memory is filled with NaN, that of extensions too."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(autouse=True)
 def _same_start():
     torch.manual_seed(0)

@@ -15,7 +15,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, Dataset
 
-from graphattn import Graph, _native, attention_weights, backends, graph_attention
+from graphattn import Graph, attention_weights, backends, graph_attention
+from graphattn._native import library
 from graphattn.dropout import draw_seed, keep_mask
 from graphattn.testing import (
     GraphCase,
@@ -57,7 +58,7 @@ ISA = {"plain": 0, "avx2": 1, "avx512": 2}
 @pytest.fixture(params=ISA)
 def isa(request):
     """Each instruction set that this processor has, one after the other."""
-    use = _native.library().graphattn_use_isa
+    use = library().graphattn_use_isa
     wanted = ISA[request.param]
     if use(wanted) != wanted:
         pytest.skip(f"this processor has no {request.param}")
@@ -279,7 +280,7 @@ def test_the_instruction_set_is_the_one_asked_for(isa):
     """Sums of another order differ in their last bits, so each set has numbers of its own."""
     x = torch.randn(64, 1, 64)
     graph = Graph(torch.randint(64, (2, 2000)), 64)
-    results, use = {}, _native.library().graphattn_use_isa
+    results, use = {}, library().graphattn_use_isa
     for name, number in ISA.items():
         if use(number) == number:
             results[name] = graph_attention(x, x, x, graph, backend="cpu")
@@ -450,15 +451,6 @@ def test_a_row_never_depends_on_what_else_is_in_the_graph(shape, dtype):
 # Memory that nobody wrote #########################################################################
 
 
-@pytest.fixture
-def poisoned_memory():
-    """Tensors start with NaN where nothing was written."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.usefixtures("poisoned_memory", "isa")
 @pytest.mark.parametrize("name", [*SMALL, "hubs"])
 def test_c19_every_element_of_a_result_is_written(name):
@@ -492,13 +484,14 @@ def test_c19_gradients_of_a_part_of_the_inputs_are_written():
 
 DIRTY = """
 import torch
-from graphattn import _native, attention_weights, graph_attention
+from graphattn import attention_weights, graph_attention
+from graphattn._native import library
 from operands import EXACT, SMALL, assert_right, assert_same, case_of_degrees, run, tensors_for
 
 torch.set_num_threads(1)
 hubs = case_of_degrees("hubs", [2500, 0, 1025, 1, 1024], [1024, 1, 1025, 0, 2500])
 for isa in (0, 1, 2):
-    if _native.library().graphattn_use_isa(isa) != isa:
+    if library().graphattn_use_isa(isa) != isa:
         continue
     for case in SMALL.values():
         assert_right(case, "cpu", tensors_for(case, heads=3, dim=5, edge_dim=3))

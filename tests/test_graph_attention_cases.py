@@ -129,15 +129,6 @@ def test_c18_node_without_in_edges_gets_a_zero_message(backend):
     torch.testing.assert_close(out[1], x[0])
 
 
-@pytest.fixture
-def poisoned_memory():
-    """Uninitialised memory is filled with NaN, that of extensions too."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("name", SMALL)
 def test_c19_no_leftover_memory_shows(name, backend):

@@ -14,6 +14,7 @@ import torch
 import graphattn
 from graphattn import Graph, _native, attention_weights, backends, edge_softmax, graph_attention
 from graphattn import __main__ as report
+from graphattn._native import library
 from graphattn.testing import zoo
 from operands import run_script
 
@@ -249,7 +250,7 @@ def test_every_call_that_finds_no_memory_raises_memory_error(monkeypatch):
 def test_the_library_says_so_when_it_finds_no_memory():
     one = torch.zeros(1).long()
     pointer = one.data_ptr()
-    sort = _native.library().graphattn_sort_by_target
+    sort = library().graphattn_sort_by_target
     assert sort(1, 2**60, 1, pointer, pointer, pointer, pointer, pointer) == 1
     assert sort(1, 1, 1, pointer, pointer, torch.zeros(2).long().data_ptr(), pointer, pointer) == 0
 
