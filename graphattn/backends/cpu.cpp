@@ -43,7 +43,7 @@ constexpr int64_t UNIT = 1024;
 // Edges that are scored together.
 constexpr int64_t BLOCK = 16;
 // Rows of memory are asked for so many bytes of rows before they are used.
-constexpr int64_t BYTES_AHEAD = 1 << 14;
+constexpr int64_t BYTES_AHEAD = 1 << 15;
 // Bytes of a result that no cache holds until it is read: its rows are written past the caches,
 // which need not fetch first what is overwritten.
 constexpr int64_t CACHES = int64_t(1) << 26;

@@ -12,35 +12,58 @@ namespace GRAPHATTN_ISA {
 
 #define NOINLINE __attribute__((noinline))
 
-// Asks for vector v of a row, once for each line of the cache. A prefetch goes with each load of
-// what is at hand: spread out like this, those never keep the loads waiting.
-template <class A, class T>
-INLINE void prefetch_vector(const T* row, int64_t v) {
-  constexpr int64_t BYTES = Vectors<A>::LANES * sizeof(T);
-  if (v * BYTES % 64 == 0) __builtin_prefetch(reinterpret_cast<const char*>(row) + v * BYTES);
+// Asks for a row that is needed soon. It goes to the second cache, which waits for more lines at a
+// time than the first, and comes after the loads of what is at hand, which would wait behind it.
+// A function that only prefetches has to be inline: its calls have no effect that the compiler
+// knows of, and are left out.
+template <class T>
+INLINE void prefetch(const T* row, int64_t n) {
+  const char *p = reinterpret_cast<const char*>(row), *end = reinterpret_cast<const char*>(row + n);
+  for (; p < end; p += 64) __builtin_prefetch(p, 0, 2);
+  if (n * sizeof(T) % 64 != 0) __builtin_prefetch(end - 1, 0, 2);
 }
 
-// Rows at the far ends of edges, those that come next, and the place of each head in a row. No
-// places: from `at` on, the heads follow each other.
+// Loads that come before it in the code come before it in the program.
+INLINE void loads_done() { asm volatile("" ::: "memory"); }
+
+// The edges of a block, from `begin` on in the order of the pass: the nodes at their far ends, and
+// those of edges that come some edges later.
+struct Block {
+  int64_t begin, n;
+  const int64_t *index, *next;
+  const int64_t* edge_id;
+
+  // The place of an edge in the caller's order.
+  INLINE int64_t edge(int64_t b) const {
+    return edge_id == nullptr ? begin + b : edge_id[begin + b];
+  }
+};
+
+// Rows at the far ends of edges, and the place of each head in a row. No places: the heads follow
+// each other.
 template <class T>
 struct FarRows {
-  const T *const *rows, *const *next;
+  const T* base;
+  int64_t stride, size;  // of a row in memory, and of what it holds
+  const int64_t *index, *next;
   const int64_t* places;
-  int64_t at = 0;
 
-  template <bool PLACES>
-  INLINE int64_t place(int64_t h, int64_t dim) const {
-    return PLACES ? places[h] : at + h * dim;
-  }
+  INLINE const T* row(int64_t b) const { return base + index[b] * stride; }
+  INLINE const T* next_row(int64_t b) const { return base + next[b] * stride; }
 
   INLINE FarRows from(int64_t h, int64_t dim) const {
-    if (places == nullptr) return {rows, next, nullptr, at + h * dim};
-    return {rows, next, places + h, 0};
+    FarRows rest = *this;
+    if (places == nullptr)
+      rest.base += h * dim;
+    else
+      rest.places += h;
+    return rest;
   }
 
-  // One head only.
-  INLINE FarRows one(int64_t h, int64_t dim) const {
-    return {rows, next, nullptr, places == nullptr ? at + h * dim : places[h]};
+  // One head only, without its first d elements.
+  INLINE FarRows one(int64_t h, int64_t dim, int64_t d = 0) const {
+    return {
+        base + (places == nullptr ? h * dim : places[h]) + d, stride, dim, index, next, nullptr};
   }
 };
 
@@ -54,51 +77,53 @@ struct Extent {
 template <class A, int64_t GROUP>
 constexpr bool FILLED = 2 * GROUP >= Vectors<A>::LANES;
 
-// <own[h], row of edge b at h> in the lanes that number [b, h] of the block has. VECTORS: the dim
-// in vectors, 0 when it is another.
+// <own[h], row of edge b at h> in the lanes that number [b, h] of the block has; beyond the edges
+// that there are, of the first edge. VECTORS: the dim in vectors, 0 when it is another.
 template <int64_t GROUP, int64_t VECTORS, bool PLACES, class A, class T>
 NOINLINE void dot_heads(const A* own, FarRows<T> far, Extent extent, int64_t dim, A* to) {
   constexpr int64_t L = Vectors<A>::LANES;
-  const int64_t padded = VECTORS > 0 ? VECTORS * L : round_up(dim, L);
+  const int64_t DIM = VECTORS > 0 ? VECTORS * L : dim, padded = round_up(DIM, L);
   for (int64_t b = 0; b < extent.edges; b += L / GROUP) {
     for (int64_t h = 0; h < extent.stride; h += GROUP) {
       Vec<A> product[L];
 #pragma GCC unroll 16
       for (int64_t i = 0; i < L; ++i) {
-        const int64_t head = (GROUP < L ? 0 : h) + i % GROUP, edge = b + i / GROUP;
+        const int64_t head = (GROUP < L ? 0 : h) + i % GROUP;
+        const bool there = b + i / GROUP < extent.edges;
         Vec<A> sum = {};
-        if ((!FILLED<A, GROUP> && edge >= extent.edges) || (PLACES && head >= extent.heads)) {
+        if ((!FILLED<A, GROUP> && !there) || (PLACES && head >= extent.heads)) {
           product[i] = sum;
           continue;
         }
-        const int64_t at = far.template place<PLACES>(head, VECTORS > 0 ? VECTORS * L : dim);
-        const T *row = far.rows[edge] + at, *ahead = far.next[edge] + at;
+        const int64_t edge = there ? b + i / GROUP : 0;
+        const T* row = far.row(edge) + (PLACES ? far.places[head] : head * DIM);
         const A* mine = own + head * padded;
         if constexpr (VECTORS > 0) {
-          for (int64_t v = 0; v < VECTORS; ++v) {
-            sum += load(mine + v * L) * load(row + v * L);
-            prefetch_vector<A>(ahead, v);
-          }
+          for (int64_t v = 0; v < VECTORS; ++v) sum += load(mine + v * L) * load(row + v * L);
         } else {
           int64_t d = 0;
-          for (; d + L <= dim; d += L) {
-            sum += load(mine + d) * load(row + d);
-            prefetch_vector<A>(ahead, d / L);
-          }
-          if (d < dim) {
-            sum += load(mine + d) * load_first(row + d, dim - d);
-            __builtin_prefetch(ahead + d);
-          }
+          for (; d + L <= dim; d += L) sum += load(mine + d) * load(row + d);
+          if (d < dim) sum += load(mine + d) * load_first(row + d, dim - d);
         }
         product[i] = sum;
       }
       store(to + b * extent.stride + h, sum_each<A>(product));
+      loads_done();
+      for (int64_t i = 0; i < L / GROUP; ++i) {
+        if (b + i >= extent.edges) break;
+        const T* row = far.next_row(b + i);
+        if (!PLACES)
+          prefetch(row + h * DIM, GROUP * DIM);
+        else if (h == 0)
+          prefetch(row, far.size);
+      }
     }
   }
 }
 
 template <int64_t GROUP, int64_t VECTORS, class A, class T>
-INLINE void dot_dims(const A* own, FarRows<T> far, Extent extent, int64_t dim, A* to) {
+INLINE void dot_dims(const A* own, const FarRows<T>& far, const Extent& extent, int64_t dim,
+                     A* to) {
   if (far.places == nullptr)
     dot_heads<GROUP, VECTORS, false>(own, far, extent, dim, to);
   else
@@ -106,7 +131,7 @@ INLINE void dot_dims(const A* own, FarRows<T> far, Extent extent, int64_t dim, A
 }
 
 template <int64_t GROUP, class A, class T>
-INLINE void dots(const A* own, FarRows<T> far, Extent extent, int64_t dim, A* to) {
+INLINE void dots(const A* own, const FarRows<T>& far, const Extent& extent, int64_t dim, A* to) {
   constexpr int64_t L = Vectors<A>::LANES;
   if (dim == L)
     dot_dims<GROUP, 1>(own, far, extent, dim, to);
@@ -140,68 +165,81 @@ struct Weighted {
     }
     return rest;
   }
+
+  // Without the first d elements.
+  INLINE Weighted past(int64_t d) const {
+    Weighted rest = *this;
+    for (int64_t i = 0; i < COUNT; ++i) rest.sums[i] += d;
+    return rest;
+  }
 };
 
-// HEADS heads, VECTORS vectors of each from `at` on: as much as there are registers for.
+// HEADS heads, VECTORS vectors of each: as much as there are registers for.
 template <int64_t VECTORS, int64_t HEADS, bool NEXT, bool PLACES, int64_t COUNT, class A, class T>
-NOINLINE void add_tile(Weighted<COUNT, A> to, FarRows<T> far, int64_t at) {
-  constexpr int64_t L = Vectors<A>::LANES;
+NOINLINE void add_tile(Weighted<COUNT, A> to, FarRows<T> far) {
+  constexpr int64_t L = Vectors<A>::LANES, DIM = VECTORS * L;
   Vec<A> sum[COUNT][HEADS][VECTORS] = {};
   if (!to.first)
     for (int64_t i = 0; i < COUNT; ++i)
       for (int64_t h = 0; h < HEADS; ++h)
         for (int64_t v = 0; v < VECTORS; ++v) {
-          sum[i][h][v] = load(to.sums[i] + h * to.padded + at + v * L);
+          sum[i][h][v] = load(to.sums[i] + h * DIM + v * L);
           if (to.factor != nullptr) sum[i][h][v] *= to.factor[h];
         }
   for (int64_t b = 0; b < to.n; ++b) {
+    const T* row = far.row(b);
 #pragma GCC unroll 16
     for (int64_t h = 0; h < HEADS; ++h) {
-      const int64_t head_at = far.template place<PLACES>(h, VECTORS * L) + at;
-      const T *row = far.rows[b] + head_at, *ahead = NEXT ? far.next[b] + head_at : nullptr;
+      const int64_t head_at = PLACES ? far.places[h] : h * DIM;
       for (int64_t v = 0; v < VECTORS; ++v) {
-        Vec<A> x = load(row + v * L);
+        Vec<A> x = load(row + head_at + v * L);
         for (int64_t i = 0; i < COUNT; ++i) sum[i][h][v] += to.weights[i][b * to.stride + h] * x;
-        if (NEXT) prefetch_vector<A>(ahead, v);
       }
     }
+    if (!NEXT) continue;
+    loads_done();
+    if (!PLACES) prefetch(far.next_row(b), HEADS * DIM);
+    for (int64_t h = 0; h < (PLACES ? HEADS : 0); ++h)
+      prefetch(far.next_row(b) + far.places[h], DIM);
   }
   for (int64_t i = 0; i < COUNT; ++i)
     for (int64_t h = 0; h < HEADS; ++h)
-      for (int64_t v = 0; v < VECTORS; ++v)
-        store(to.sums[i] + h * to.padded + at + v * L, sum[i][h][v]);
+      for (int64_t v = 0; v < VECTORS; ++v) store(to.sums[i] + h * DIM + v * L, sum[i][h][v]);
 }
 
 template <int64_t VECTORS, int64_t HEADS, bool NEXT, int64_t COUNT, class A, class T>
-INLINE void add_heads(const Weighted<COUNT, A>& to, FarRows<T> far, int64_t h, int64_t heads) {
+INLINE void add_heads(const Weighted<COUNT, A>& to, const FarRows<T>& far, int64_t h,
+                      int64_t heads) {
   const int64_t dim = VECTORS * Vectors<A>::LANES;
   for (; h + HEADS <= heads; h += HEADS)
     if (HEADS > 1 && far.places != nullptr)
-      add_tile<VECTORS, HEADS, NEXT, true>(to.from(h), far.from(h, dim), 0);
+      add_tile<VECTORS, HEADS, NEXT, true>(to.from(h), far.from(h, dim));
     else
-      add_tile<VECTORS, HEADS, NEXT, false>(to.from(h), far.one(h, dim), 0);
+      add_tile<VECTORS, HEADS, NEXT, false>(to.from(h), far.one(h, dim));
   if constexpr (HEADS > 1)
     if (h < heads) add_heads<VECTORS, HEADS / 2, NEXT>(to, far, h, heads);
 }
 
 template <bool NEXT, int64_t COUNT, class A, class T>
-INLINE void add_rows(const Weighted<COUNT, A>& to, FarRows<T> far, int64_t heads, int64_t dim) {
+INLINE void add_rows(const Weighted<COUNT, A>& to, const FarRows<T>& far, int64_t heads,
+                     int64_t dim) {
   constexpr int64_t L = Vectors<A>::LANES, REGISTERS = (WIDTH == 16 ? 16 : 8) / COUNT;
   if (dim == L) return add_heads<1, REGISTERS, NEXT>(to, far, 0, heads);
   if (dim == 2 * L) return add_heads<2, REGISTERS / 2, NEXT>(to, far, 0, heads);
   if (dim == 4 * L) return add_heads<4, REGISTERS / 4, NEXT>(to, far, 0, heads);
   for (int64_t h = 0; h < heads; ++h) {
     const Weighted<COUNT, A> of_head = to.from(h);
-    const FarRows<T> rows = far.one(h, dim);
     int64_t d = 0;
-    for (; d + 4 * L <= dim; d += 4 * L) add_tile<4, 1, NEXT, false>(of_head, rows, d);
-    for (; d + L <= dim; d += L) add_tile<1, 1, NEXT, false>(of_head, rows, d);
+    for (; d + 4 * L <= dim; d += 4 * L)
+      add_tile<4, 1, NEXT, false>(of_head.past(d), far.one(h, dim, d));
+    for (; d + L <= dim; d += L) add_tile<1, 1, NEXT, false>(of_head.past(d), far.one(h, dim, d));
+    const FarRows<T> rest = far.one(h, dim, d);
     for (int64_t i = 0; i < (d < dim ? COUNT : 0); ++i) {
       Vec<A> sum = {};
       if (!to.first) sum = load(of_head.sums[i] + d) * (to.factor == nullptr ? A(1) : to.factor[h]);
       for (int64_t b = 0; b < to.n; ++b) {
-        sum += of_head.weights[i][b * to.stride] * load_first(rows.rows[b] + rows.at + d, dim - d);
-        if (NEXT) __builtin_prefetch(rows.next[b] + rows.at + d);
+        sum += of_head.weights[i][b * to.stride] * load_first(rest.row(b), dim - d);
+        if (NEXT) prefetch(rest.next_row(b), dim - d);
       }
       store(of_head.sums[i] + d, sum);
     }
@@ -222,18 +260,18 @@ INLINE typename Vectors<A>::Integer among_first(int64_t n) {
 // Philox-4x32-7 as in graphattn/dropout.py: counter (edge, group of four heads, batch), key the
 // seed. keep[b, h]: 1 / (1 - p) where the weight is kept, else zero.
 template <class A>
-void draw(const Attention& call, const int64_t* edges, int64_t n, int64_t batch, int64_t stride,
-          A* keep) {
+void draw(const Attention& call, const Block& block, int64_t batch, int64_t stride, A* keep) {
   const uint64_t threshold = static_cast<uint64_t>(std::nearbyint(call.dropout * 4294967296.0));
   const A kept = call.dropout < 1.0 ? static_cast<A>(1.0 / (1.0 - call.dropout)) : A(0);
   const uint64_t seed = static_cast<uint64_t>(call.seed);
   for (int64_t group = 0; group * 4 < call.heads; ++group) {
-    for (int64_t first = 0; first < n; first += WIDTH) {
-      const int64_t count = std::min<int64_t>(WIDTH, n - first);
+    for (int64_t first = 0; first < block.n; first += WIDTH) {
+      const int64_t count = std::min<int64_t>(WIDTH, block.n - first);
       Long c[4] = {};
       for (int64_t b = 0; b < count; ++b) {
-        c[0][b] = static_cast<uint64_t>(edges[first + b]) & 0xffffffff;
-        c[1][b] = static_cast<uint64_t>(edges[first + b]) >> 32;
+        const uint64_t edge = static_cast<uint64_t>(block.edge(first + b));
+        c[0][b] = edge & 0xffffffff;
+        c[1][b] = edge >> 32;
       }
       c[2] += static_cast<uint64_t>(group);
       c[3] += static_cast<uint64_t>(batch);
@@ -267,37 +305,10 @@ INLINE A dot(const A* x, const A* y, int64_t n) {
 // Passes
 
 template <class T>
-INLINE void prefetch(const T* row, int64_t n) {
-  const char *p = reinterpret_cast<const char*>(row), *end = reinterpret_cast<const char*>(row + n);
-  for (; end - p >= 256; p += 256) {
-    __builtin_prefetch(p);
-    __builtin_prefetch(p + 64);
-    __builtin_prefetch(p + 128);
-    __builtin_prefetch(p + 192);
-  }
-  for (; p < end; p += 64) __builtin_prefetch(p);
-}
-
-template <class T>
 INLINE const T* row_of(const Rows& rows, int64_t batch, int64_t index) {
   return reinterpret_cast<const T*>(rows.data) + batch * rows.batch_stride +
          index * rows.row_stride;
 }
-
-// The edges of a block and the rows at their far ends; beyond the first n, the first is repeated
-// where blocks are filled. The next rows are those of edges that come some edges later.
-template <class T>
-struct Block {
-  int64_t n;
-  // Written as vectors and read one by one: where a vector crossed two lines of the cache, the
-  // reads would wait until it has left the store buffer.
-  alignas(64) int64_t index[BLOCK];
-  alignas(64) int64_t edge[BLOCK];
-  alignas(64) const T* x[BLOCK];
-  alignas(64) const T* y[BLOCK];
-  alignas(64) const T* next_x[BLOCK];
-  alignas(64) const T* next_y[BLOCK];
-};
 
 template <class T>
 struct Pass {
@@ -360,11 +371,13 @@ struct Pass {
     A* attr;                              // [EDGES, padded edge_dim]
     A* result;
     int64_t *near_at, *near_value_at, *far_at, *far_value_at, *zero;  // of each head in its row
+    int64_t* count;                                                   // 0, 1, ... BLOCK - 1
   };
 
   int64_t scratch_bytes(int64_t result) const {
     int64_t wide = result + H * (DP + DVP + 2 * CP) + 7 * S * BLOCK + 3 * HP + BLOCK * CP;
-    return round_up((wide + 16 * 16) * int64_t(sizeof(A)) + 5 * HP * int64_t(sizeof(int64_t)), 64);
+    return round_up(
+        (wide + 16 * 16) * int64_t(sizeof(A)) + (5 * HP + BLOCK) * int64_t(sizeof(int64_t)), 64);
   }
 
   Scratch cut(void* memory, int64_t result, bool over_sources) const {
@@ -391,7 +404,9 @@ struct Pass {
     s.far_at = at + 2 * HP;
     s.far_value_at = at + 3 * HP;
     s.zero = at + 4 * HP;
+    s.count = at + 5 * HP;
     std::fill_n(at, 5 * HP, 0);
+    for (int64_t b = 0; b < BLOCK; ++b) s.count[b] = b;
     for (int64_t h = 0; h < H; ++h) {
       int64_t near = over_sources ? h / G : h, far = over_sources ? h : h / G;
       s.near_at[h] = near * DP;
@@ -461,49 +476,30 @@ struct Pass {
     return DONE;
   }
 
-  // Calls body(group, block, first) for the edges of a piece. With `stats`, the stats of the next
-  // far ends are asked for as well.
+  // Calls body(group, block, first) for the edges of a piece.
   template <bool OVER_SOURCES, class Body>
-  INLINE void visit_blocks(int64_t batch, int64_t begin, int64_t end, const A* stats,
-                           Body body) const {
+  INLINE void visit_blocks(int64_t batch, int64_t begin, int64_t end, Body body) const {
+    const int64_t* index = OVER_SOURCES ? call.dst_index : call.src_index;
+    const int64_t* edge_id = OVER_SOURCES ? call.edge_id_by_src : call.edge_id;
     with_group([&](auto group) {
       for (int64_t e = begin; e < end; e += BLOCK) {
-        Block<T> block;
-        gather<OVER_SOURCES>(batch, e, std::min(BLOCK, end - e), FILLED<A, group> ? L / group : 1,
-                             stats, block);
-        body(group, block, e == begin);
+        const int64_t n = std::min(BLOCK, end - e);
+        const int64_t next = e + n + ahead <= call.num_edges ? e + ahead : e;
+        if (call.bias != nullptr || C > 0)
+          for (int64_t b = 0; b < n; ++b) prefetch_edge<OVER_SOURCES>(batch, next + b);
+        body(group, Block{e, n, index + e, index + next, edge_id}, e == begin);
       }
     });
   }
 
-  template <bool OVER_SOURCES>
-  INLINE void gather(int64_t batch, int64_t e, int64_t n, int64_t multiple, const A* stats,
-                     Block<T>& block) const {
-    const Rows& far = OVER_SOURCES ? call.query : call.key;
-    const Rows& far_value = OVER_SOURCES ? call.grad_out : call.value;
-    const T *x = row_of<T>(far, batch, 0), *y = row_of<T>(far_value, batch, 0);
-    const int64_t* index = OVER_SOURCES ? call.dst_index : call.src_index;
-    const int64_t* edge_id = OVER_SOURCES ? call.edge_id_by_src : call.edge_id;
-    block.n = n;
-    for (int64_t b = 0; b < round_up(n, multiple); ++b) {
-      const int64_t at = e + (b < n ? b : 0),
-                    next = index[std::min(at + ahead, call.num_edges - 1)];
-      block.index[b] = index[at];
-      block.edge[b] = edge_id == nullptr ? at : edge_id[at];
-      block.x[b] = x + block.index[b] * far.row_stride;
-      block.y[b] = y + block.index[b] * far_value.row_stride;
-      block.next_x[b] = x + next * far.row_stride;
-      block.next_y[b] = y + next * far_value.row_stride;
-      if (OVER_SOURCES) prefetch(stats + next * 3 * S, 3 * S);
-    }
-    if (call.bias != nullptr || C > 0)
-      for (int64_t b = 0; b < n; ++b)
-        prefetch_edge<OVER_SOURCES>(batch, std::min(e + b + ahead, call.num_edges - 1));
+  FarRows<T> far_rows(const Rows& rows, int64_t size, int64_t batch, const Block& block,
+                      const int64_t* places) const {
+    return {row_of<T>(rows, batch, 0), rows.row_stride, size, block.index, block.next, places};
   }
 
   // What belongs to an edge lies anywhere, in the caller's order.
   template <bool OVER_SOURCES>
-  void prefetch_edge(int64_t batch, int64_t at) const {
+  INLINE void prefetch_edge(int64_t batch, int64_t at) const {
     const int64_t* edge_id = OVER_SOURCES ? call.edge_id_by_src : call.edge_id;
     const int64_t edge = edge_id == nullptr ? at : edge_id[at];
     const int64_t bias_at = batch * call.bias_batch_stride + edge * H;
@@ -526,24 +522,27 @@ struct Pass {
     return reinterpret_cast<const A*>(tensor) + ((batch * call.num_dst + target) * H + h) * C;
   }
 
-  int64_t vectors_of(const Block<T>& block) const { return (block.n * S + L - 1) / L; }
+  int64_t vectors_of(const Block& block) const { return (block.n * S + L - 1) / L; }
 
   // Scores of a block but for scale and bias, and what of edges goes with them.
   template <bool OVER_SOURCES, int64_t GROUP>
-  INLINE void score(const Scratch& s, const Block<T>& block, int64_t batch) const {
-    dots<GROUP>(s.near, FarRows<T>{block.x, block.next_x, s.far_at}, {block.n, H, S}, D, s.score);
+  INLINE void score(const Scratch& s, const Block& block, int64_t batch) const {
+    dots<GROUP>(s.near,
+                far_rows(OVER_SOURCES ? call.query : call.key,
+                         (OVER_SOURCES ? H : call.key_heads) * D, batch, block, s.far_at),
+                {block.n, H, S}, D, s.score);
     for (int64_t b = 0; b < (C > 0 ? block.n : 0); ++b) {
       A* attr = s.attr + b * CP;
-      widen_any(call.edge_attr, call.edge_attr_dtype, block.edge[b] * C, C, attr);
+      widen_any(call.edge_attr, call.edge_attr_dtype, block.edge(b) * C, C, attr);
       for (int64_t h = 0; h < H; ++h)
         s.score[b * S + h] += dot(OVER_SOURCES ? edge_row(call.query_edge, batch, block.index[b], h)
                                                : s.near_edge + h * CP,
                                   attr, C);
     }
     for (int64_t b = 0; b < (call.bias != nullptr ? block.n : 0); ++b)
-      widen_any(call.bias, call.bias_dtype, batch * call.bias_batch_stride + block.edge[b] * H, H,
+      widen_any(call.bias, call.bias_dtype, batch * call.bias_batch_stride + block.edge(b) * H, H,
                 s.bias + b * S);
-    if (call.dropout > 0) draw(call, block.edge, block.n, batch, S, s.keep);
+    if (call.dropout > 0) draw(call, block, batch, S, s.keep);
   }
 
   // Vector w of the scores, -inf beyond the edges that there are.
@@ -572,8 +571,7 @@ struct Pass {
   }
 
   template <int64_t GROUP>
-  INLINE void forward_block(const Scratch& s, const Block<T>& block, int64_t batch,
-                            bool first) const {
+  INLINE void forward_block(const Scratch& s, const Block& block, int64_t batch, bool first) const {
     const int64_t vectors = vectors_of(block);
     Sums sums = sums_of(s.result);
     score<false, GROUP>(s, block, batch);
@@ -604,22 +602,19 @@ struct Pass {
       store(sums.total + h, total);
     }
     const Weighted<1, A> out{first, s.factor, {s.score}, S, block.n, {sums.out}, DVP};
-    add_rows<true>(out, FarRows<T>{block.y, block.next_y, s.far_value_at}, H, DV);
+    add_rows<true>(out, far_rows(call.value, call.key_heads * DV, batch, block, s.far_value_at), H,
+                   DV);
     if (C == 0) return;
-    const A* attr[BLOCK];
     const Weighted<1, A> mixed{first, s.factor, {s.score}, S, block.n, {sums.mixed}, CP};
-    add_rows<false>(mixed, edge_rows(s, attr), H, C);
+    add_rows<false>(mixed, edge_rows(s), H, C);
   }
 
   // Edge features, which all heads share.
-  FarRows<A> edge_rows(const Scratch& s, const A** attr) const {
-    for (int64_t b = 0; b < BLOCK; ++b) attr[b] = s.attr + b * CP;
-    return {attr, attr, s.zero};
-  }
+  FarRows<A> edge_rows(const Scratch& s) const { return {s.attr, CP, C, s.count, s.count, s.zero}; }
 
   // The row at the near end that comes after the next one.
-  static void prefetch_next(const Rows& rows, int64_t batch, int64_t row, int64_t count,
-                            int64_t size) {
+  static INLINE void prefetch_next(const Rows& rows, int64_t batch, int64_t row, int64_t count,
+                                   int64_t size) {
     if (row + 2 < count) prefetch(row_of<T>(rows, batch, row + 2), size);
   }
 
@@ -633,7 +628,7 @@ struct Pass {
 
   void forward_piece(const Scratch& s, int64_t batch, int64_t i, int64_t begin, int64_t end) const {
     load_target(s, batch, i);
-    visit_blocks<false>(batch, begin, end, nullptr, [&](auto group, const auto& block, bool first) {
+    visit_blocks<false>(batch, begin, end, [&](auto group, const Block& block, bool first) {
       forward_block<group>(s, block, batch, first);
     });
   }
@@ -693,13 +688,13 @@ struct Pass {
   void weights_piece(const Scratch& s, int64_t batch, int64_t i, int64_t begin, int64_t end) const {
     load_target(s, batch, i);
     load_softmax(s, batch, i);
-    visit_blocks<false>(batch, begin, end, nullptr, [&](auto group, const auto& block, bool) {
+    visit_blocks<false>(batch, begin, end, [&](auto group, const Block& block, bool) {
       score<false, group>(s, block, batch);
       for (int64_t h = 0; h < HP; h += L)
         for (int64_t w = h / L; w < vectors_of(block); w += HP / L)
           store(s.score + w * L, near_weight<group>(s, w, h, block.n));
       for (int64_t b = 0; b < block.n; ++b) {
-        T* to = reinterpret_cast<T*>(call.weights) + (batch * call.num_edges + block.edge[b]) * H;
+        T* to = reinterpret_cast<T*>(call.weights) + (batch * call.num_edges + block.edge(b)) * H;
         for (int64_t h = 0; h < H; ++h) narrow(s.score[b * S + h], to + h);
       }
     });
@@ -729,9 +724,11 @@ struct Pass {
 
   // G of a block, without dropout.
   template <bool OVER_SOURCES, int64_t GROUP>
-  INLINE void slope(const Scratch& s, const Block<T>& block, int64_t batch) const {
-    dots<GROUP>(s.near_value, FarRows<T>{block.y, block.next_y, s.far_value_at}, {block.n, H, S},
-                DV, s.slope);
+  INLINE void slope(const Scratch& s, const Block& block, int64_t batch) const {
+    dots<GROUP>(s.near_value,
+                far_rows(OVER_SOURCES ? call.grad_out : call.value,
+                         (OVER_SOURCES ? H : call.key_heads) * DV, batch, block, s.far_value_at),
+                {block.n, H, S}, DV, s.slope);
     for (int64_t b = 0; b < (call.grad_mixed != nullptr ? block.n : 0); ++b)
       for (int64_t h = 0; h < H; ++h)
         s.slope[b * S + h] += dot(OVER_SOURCES ? edge_row(call.grad_mixed, batch, block.index[b], h)
@@ -739,7 +736,7 @@ struct Pass {
                                   s.attr + b * CP, C);
     for (int64_t b = 0; b < (call.grad_weights != nullptr ? block.n : 0); ++b) {
       const T* grad = reinterpret_cast<const T*>(call.grad_weights) +
-                      (batch * call.num_edges + block.edge[b]) * H;
+                      (batch * call.num_edges + block.edge(b)) * H;
       for (int64_t h = 0; h < H; ++h) s.slope[b * S + h] += widen(grad[h]);
     }
   }
@@ -766,7 +763,7 @@ struct Pass {
       widen_row(edge_row(call.grad_mixed, batch, i, h), C, s.near_mixed + h * CP);
     TargetSums sums = target_sums_of(s.result);
     std::fill_n(sums.delta, HP, A(0));
-    visit_blocks<false>(batch, begin, end, nullptr, [&](auto group, const auto& block, bool first) {
+    visit_blocks<false>(batch, begin, end, [&](auto group, const Block& block, bool first) {
       score<false, group>(s, block, batch);
       slope<false, group>(s, block, batch);
       const int64_t vectors = vectors_of(block);
@@ -786,13 +783,12 @@ struct Pass {
       add_rows<false>(
           Weighted<2, A>{
               first, nullptr, {s.slope, s.score}, S, block.n, {sums.slope_key, sums.key}, DP},
-          FarRows<T>{block.x, block.x, s.far_at}, H, D);
+          far_rows(call.key, call.key_heads * D, batch, block, s.far_at), H, D);
       if (C == 0) return;
-      const A* attr[BLOCK];
       add_rows<false>(
           Weighted<2, A>{
               first, nullptr, {s.slope, s.score}, S, block.n, {sums.slope_edge, sums.edge}, CP},
-          edge_rows(s, attr), H, C);
+          edge_rows(s), H, C);
     });
   }
 
@@ -836,10 +832,11 @@ struct Pass {
     }
     A *grad_key = s.result, *grad_value = s.result + key_heads * DP;
     stats += 3 * batch * call.num_dst * S;
-    visit_blocks<true>(batch, begin, end, stats, [&](auto group, const auto& block, bool first) {
+    visit_blocks<true>(batch, begin, end, [&](auto group, const Block& block, bool first) {
       A *top = s.far, *inverse = top + BLOCK * S, *delta = inverse + BLOCK * S;
       for (int64_t b = 0; b < block.n; ++b) {
         const A* of_target = stats + 3 * S * block.index[b];
+        prefetch(stats + 3 * S * block.next[b], 3 * S);
         for (int64_t h = 0; h < S; h += group) {
           std::copy_n(of_target + h, +group, top + b * S + h);
           std::copy_n(of_target + S + h, +group, inverse + b * S + h);
@@ -867,27 +864,28 @@ struct Pass {
         add_rows<false>(
             Weighted<1, A>{
                 start, nullptr, {s.slope + h}, S, block.n, {grad_key + s.near_at[h]}, DP},
-            FarRows<T>{block.x, block.x, s.far_at}.from(h, D), together, D);
+            far_rows(call.query, H * D, batch, block, s.far_at).from(h, D), together, D);
         add_rows<false>(
             Weighted<1, A>{
                 start, nullptr, {s.score + h}, S, block.n, {grad_value + s.near_value_at[h]}, DVP},
-            FarRows<T>{block.y, block.y, s.far_value_at}.from(h, DV), together, DV);
+            far_rows(call.grad_out, H * DV, batch, block, s.far_value_at).from(h, DV), together,
+            DV);
       }
       if (call.grad_bias != nullptr || call.grad_edge_attr != nullptr) write_edges(s, block, batch);
     });
   }
 
   // Gradients of what belongs to edges; one thread has all of the batch of an edge.
-  void write_edges(const Scratch& s, const Block<T>& block, int64_t batch) const {
+  void write_edges(const Scratch& s, const Block& block, int64_t batch) const {
     A* grad_bias = reinterpret_cast<A*>(call.grad_bias);
     A* grad_attr = reinterpret_cast<A*>(call.grad_edge_attr);
     const bool add_bias = batch > 0 && call.bias_batch_stride == 0;
     for (int64_t b = 0; b < block.n; ++b) {
-      int64_t at = batch * call.bias_batch_stride + block.edge[b] * H;
+      int64_t at = batch * call.bias_batch_stride + block.edge(b) * H;
       for (int64_t h = 0; h < (grad_bias != nullptr ? H : 0); ++h)
         grad_bias[at + h] = s.slope[b * S + h] + (add_bias ? grad_bias[at + h] : 0);
       if (grad_attr == nullptr) continue;
-      A* to = grad_attr + block.edge[b] * C;
+      A* to = grad_attr + block.edge(b) * C;
       if (batch == 0) std::fill_n(to, C, A(0));
       for (int64_t h = 0; h < H; ++h) {
         const A* q = edge_row(call.query_edge, batch, block.index[b], h);
