@@ -55,7 +55,8 @@ def attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return _below_autograd(*arguments)
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.graphattn.attention(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -151,11 +152,6 @@ def _autograd(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     # What apply comes to without a transform. On the way there it reads the signature of forward in
     # every call, which on a graph of 30 nodes takes longer than the attention.
     return super(torch.autograd.Function, _Attention).apply(*arguments)
-
-
-def _below_autograd(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.graphattn.attention(*arguments)
 
 
 _library.impl("attention", _autograd, "Autograd")

@@ -309,7 +309,7 @@ def test_a_missing_library_is_named_and_auto_takes_eager():
     with pytest.raises(
         RuntimeError, match=r"the library of the CPU kernels is missing: it was not"
     ):
-        _native.library()
+        library()
 
 
 @compiled

@@ -4,11 +4,11 @@ import gc
 
 import pytest
 import torch
+from torch import library
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
-from torch.library import opcheck
 
 from graphattn import Graph, attention_weights, backends, graph_attention
 from graphattn.nn import GraphAttentionConv, GraphTransformerLayer
@@ -70,9 +70,9 @@ def backward_arguments_of(variant, needs=None):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_opcheck(variant):
     tolerance = {"atol": 1e-2, "rtol": 2e-2} if variant == "bfloat16" else {}
-    opcheck(operator, arguments_of(variant), **tolerance)
-    opcheck(operator, detached(arguments_of(variant)))
-    opcheck(operator_backward, backward_arguments_of(variant))
+    library.opcheck(operator, arguments_of(variant), **tolerance)
+    library.opcheck(operator, detached(arguments_of(variant)))
+    library.opcheck(operator_backward, backward_arguments_of(variant))
 
 
 def described(tensors):

@@ -492,9 +492,20 @@ struct Pass {
     });
   }
 
-  FarRows<T> far_rows(const Rows& rows, int64_t size, int64_t batch, const Block& block,
-                      const int64_t* places) const {
-    return {row_of<T>(rows, batch, 0), rows.row_stride, size, block.index, block.next, places};
+  // What scores are made of at the far ends, and what weights are multiplied with there.
+  template <bool OVER_SOURCES>
+  FarRows<T> far_rows(const Scratch& s, const Block& block, int64_t batch) const {
+    const Rows& rows = OVER_SOURCES ? call.query : call.key;
+    const int64_t size = (OVER_SOURCES ? H : call.key_heads) * D;
+    return {row_of<T>(rows, batch, 0), rows.row_stride, size, block.index, block.next, s.far_at};
+  }
+
+  template <bool OVER_SOURCES>
+  FarRows<T> far_values(const Scratch& s, const Block& block, int64_t batch) const {
+    const Rows& rows = OVER_SOURCES ? call.grad_out : call.value;
+    const int64_t size = (OVER_SOURCES ? H : call.key_heads) * DV;
+    return {
+        row_of<T>(rows, batch, 0), rows.row_stride, size, block.index, block.next, s.far_value_at};
   }
 
   // What belongs to an edge lies anywhere, in the caller's order.
@@ -527,10 +538,7 @@ struct Pass {
   // Scores of a block but for scale and bias, and what of edges goes with them.
   template <bool OVER_SOURCES, int64_t GROUP>
   INLINE void score(const Scratch& s, const Block& block, int64_t batch) const {
-    dots<GROUP>(s.near,
-                far_rows(OVER_SOURCES ? call.query : call.key,
-                         (OVER_SOURCES ? H : call.key_heads) * D, batch, block, s.far_at),
-                {block.n, H, S}, D, s.score);
+    dots<GROUP>(s.near, far_rows<OVER_SOURCES>(s, block, batch), {block.n, H, S}, D, s.score);
     for (int64_t b = 0; b < (C > 0 ? block.n : 0); ++b) {
       A* attr = s.attr + b * CP;
       widen_any(call.edge_attr, call.edge_attr_dtype, block.edge(b) * C, C, attr);
@@ -602,8 +610,7 @@ struct Pass {
       store(sums.total + h, total);
     }
     const Weighted<1, A> out{first, s.factor, {s.score}, S, block.n, {sums.out}, DVP};
-    add_rows<true>(out, far_rows(call.value, call.key_heads * DV, batch, block, s.far_value_at), H,
-                   DV);
+    add_rows<true>(out, far_values<false>(s, block, batch), H, DV);
     if (C == 0) return;
     const Weighted<1, A> mixed{first, s.factor, {s.score}, S, block.n, {sums.mixed}, CP};
     add_rows<false>(mixed, edge_rows(s), H, C);
@@ -725,10 +732,8 @@ struct Pass {
   // G of a block, without dropout.
   template <bool OVER_SOURCES, int64_t GROUP>
   INLINE void slope(const Scratch& s, const Block& block, int64_t batch) const {
-    dots<GROUP>(s.near_value,
-                far_rows(OVER_SOURCES ? call.grad_out : call.value,
-                         (OVER_SOURCES ? H : call.key_heads) * DV, batch, block, s.far_value_at),
-                {block.n, H, S}, DV, s.slope);
+    dots<GROUP>(s.near_value, far_values<OVER_SOURCES>(s, block, batch), {block.n, H, S}, DV,
+                s.slope);
     for (int64_t b = 0; b < (call.grad_mixed != nullptr ? block.n : 0); ++b)
       for (int64_t h = 0; h < H; ++h)
         s.slope[b * S + h] += dot(OVER_SOURCES ? edge_row(call.grad_mixed, batch, block.index[b], h)
@@ -783,7 +788,7 @@ struct Pass {
       add_rows<false>(
           Weighted<2, A>{
               first, nullptr, {s.slope, s.score}, S, block.n, {sums.slope_key, sums.key}, DP},
-          far_rows(call.key, call.key_heads * D, batch, block, s.far_at), H, D);
+          far_rows<false>(s, block, batch), H, D);
       if (C == 0) return;
       add_rows<false>(
           Weighted<2, A>{
@@ -864,12 +869,11 @@ struct Pass {
         add_rows<false>(
             Weighted<1, A>{
                 start, nullptr, {s.slope + h}, S, block.n, {grad_key + s.near_at[h]}, DP},
-            far_rows(call.query, H * D, batch, block, s.far_at).from(h, D), together, D);
+            far_rows<true>(s, block, batch).from(h, D), together, D);
         add_rows<false>(
             Weighted<1, A>{
                 start, nullptr, {s.score + h}, S, block.n, {grad_value + s.near_value_at[h]}, DVP},
-            far_rows(call.grad_out, H * DV, batch, block, s.far_value_at).from(h, DV), together,
-            DV);
+            far_values<true>(s, block, batch).from(h, DV), together, DV);
       }
       if (call.grad_bias != nullptr || call.grad_edge_attr != nullptr) write_edges(s, block, batch);
     });
