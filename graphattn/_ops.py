@@ -4,7 +4,7 @@
 ``[*, N_dst, H, Dv]``; that of edge features ``[*, N_dst, H, C]``; and from its scores the largest
 one and the reciprocal of the sum of exponentials, ``[*, N_dst, 2, H]``. Without value, ``out`` is
 the weight of each edge, ``[*, E, H]``. With edge features comes what each target multiplies them
-with, ``query_edge [*, N_dst, H, C]``.
+with, ``query_edge [*, N_dst, H, C]``. ``backend`` is the name of the kernels that run.
 
 ``attention_backward`` returns those of the six gradients that are asked for. The arrays by source
 are needed for it only. A second derivative is taken through
@@ -33,15 +33,38 @@ _NUM_INPUTS = 6
 
 _library = library.Library("graphattn", "DEF")
 _library.define(
-    f"attention({_INPUTS}, {_GRAPH}, Tensor? seed, float scale, float dropout)"
+    f"attention({_INPUTS}, {_GRAPH}, Tensor? seed, float scale, float dropout, str backend)"
     " -> (Tensor out, Tensor mixed, Tensor softmax)"
 )
 _library.define(
     f"attention_backward(Tensor? grad_out, Tensor? grad_mixed, {_INPUTS}, {_GRAPH}, Tensor? seed, "
-    "float scale, float dropout, Tensor softmax, bool[6] needs) -> Tensor[]"
+    "float scale, float dropout, str backend, Tensor softmax, bool[6] needs) -> Tensor[]"
 )
-_library.impl("attention", cpu.attention, "CPU")
-_library.impl("attention_backward", cpu.attention_backward, "CPU")
+
+
+def _kernels(backend: str) -> Any:
+    if backend == "cpu":
+        return cpu
+    if backend == "triton":
+        from graphattn.backends import triton
+
+        return triton
+    raise ValueError(f"graphattn::attention: there are no kernels {backend!r}.")
+
+
+def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *rest, backend = arguments
+    return _kernels(backend).attention(*rest)
+
+
+def _attention_backward(*arguments: Any) -> list[Tensor]:
+    *rest, backend, softmax, needs = arguments
+    return _kernels(backend).attention_backward(*rest, softmax, needs)
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("attention", _attention, _device)
+    _library.impl("attention_backward", _attention_backward, _device)
 
 
 def attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,7 +83,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *tensors, ctx.scale, ctx.dropout = inputs
+        *tensors, ctx.scale, ctx.dropout, ctx.backend = inputs
         ctx.save_for_backward(*tensors, output[2])
         ctx.mark_non_differentiable(output[2])
         ctx.set_materialize_grads(False)
@@ -71,7 +94,7 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         *tensors, softmax = ctx.saved_tensors
         needs = list(ctx.needs_input_grad[:_NUM_INPUTS])
-        arguments = (grad_out, grad_mixed, *tensors, ctx.scale, ctx.dropout)
+        arguments = (grad_out, grad_mixed, *tensors, ctx.scale, ctx.dropout, ctx.backend)
         if torch.is_grad_enabled():
             gradients = iter(_differentiable_backward(needs, *arguments))
         else:
@@ -112,7 +135,7 @@ def _differentiable_backward(
     needs: list[bool], grad_out: Tensor | None, grad_mixed: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, ...]:
     inputs = arguments[:_NUM_INPUTS]
-    dst_ptr, src_index, edge_id, *_, seed, scale, dropout = arguments[_NUM_INPUTS:]
+    dst_ptr, src_index, edge_id, *_, seed, scale, dropout, _ = arguments[_NUM_INPUTS:]
     target = torch.repeat_interleave(dst_ptr.diff(), output_size=src_index.numel())
     edges = eager.EdgeOperations(src_index, target, dst_ptr.numel() - 1)
     wanted = [x for x, need in zip(inputs, needs, strict=True) if need]
@@ -166,6 +189,7 @@ def _autocast(device: str, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 _library.impl("attention", lambda *arguments: _autocast("cpu", *arguments), "AutocastCPU")
+_library.impl("attention", lambda *arguments: _autocast("cuda", *arguments), "AutocastCUDA")
 
 
 @library.register_fake("graphattn::attention", lib=_library)

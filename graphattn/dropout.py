@@ -15,9 +15,12 @@ _LOW = 0xFFFFFFFF
 _SLICE_ELEMENTS = 1 << 18
 
 
-def draw_seed() -> Tensor:
-    """A 0-dim int64 seed from torch's CPU generator (``torch.manual_seed``); no device waits."""
-    return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64)
+def draw_seed(device: torch.device | str = "cpu") -> Tensor:
+    """A 0-dim int64 seed from torch's generator of a device (``torch.manual_seed``).
+
+    It stays there, so that no device waits, and a CUDA graph draws another one in each replay.
+    """
+    return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
 
 
 def keep_mask(

@@ -61,11 +61,11 @@ def graph_attention(
         edge_weight: ``[H, D, C]``, the map W; needs ``Dv = D``.
         dropout: Probability of dropping each attention weight, the others being scaled by ``1 / (1
             - dropout)``. It acts whenever it is not zero: pass 0 in evaluation. The mask is a
-            function of a seed drawn from torch's CPU generator, the edge and the head, and so is
-            the same for every backend.
+            function of a seed drawn from torch's generator of the device, the edge and the head,
+            and so is the same for every backend.
         scale: Factor on the dot products. Default ``1 / sqrt(D)``.
-        backend: ``"auto"``, ``"eager"``, ``"scatter"`` or ``"cpu"``. Only ``"auto"`` may choose:
-            any other value runs or raises.
+        backend: ``"auto"``, ``"eager"``, ``"scatter"``, ``"cpu"`` or ``"triton"``. Only ``"auto"``
+            may choose: any other value runs or raises.
 
     Returns:
         ``[*, N_dst, H, Dv]`` in the query's dtype.
@@ -109,7 +109,7 @@ def graph_attention(
     if not 0.0 <= dropout <= 1.0:
         raise ValueError(f"{name}: dropout must be a probability from 0 to 1, got {dropout}.")
     out = _attention(
-        backends.choose(backend, query.device, query.dtype, function=name),
+        _choose(name, backend, query, value, edge_attr),
         query,
         key,
         value,
@@ -155,7 +155,7 @@ def attention_weights(
     graph = _as_graph(name, graph, query, key)
     _check_edge_tensors(name, query, graph, bias, edge_attr, edge_weight)
     weights = _attention(
-        backends.choose(backend, query.device, query.dtype, function=name),
+        _choose(name, backend, query, None, edge_attr),
         query,
         key,
         None,
@@ -235,15 +235,16 @@ def _attention(
             return _attention(
                 backend, query, key, value, graph, bias, edge_attr, edge_weight, scale, dropout
             )
-    seed = draw_seed() if dropout > 0.0 else None
+    seed = draw_seed(query.device) if dropout > 0.0 else None
     empty = query_edge = None
     if edge_attr is not None and edge_weight is not None:
         empty = graph.in_degree() == 0
         query_edge = composite.project_query(query, edge_weight, empty)
     inputs = (query, key, value, bias, query_edge, edge_attr)
     mixed: Tensor | None
-    if backend == "cpu":
-        out, mixed, _ = _ops.attention(*inputs, *_arrays(graph, inputs), seed, scale, dropout)
+    if backend in backends.FUSED:
+        arrays = _arrays(graph, inputs)
+        out, mixed, _ = _ops.attention(*inputs, *arrays, seed, scale, dropout, backend)
     else:
         out, mixed = composite.attention(
             _edge_operations(backend, graph),
@@ -256,6 +257,17 @@ def _attention(
     if value is None or edge_weight is None or empty is None or mixed is None:
         return out
     return composite.add_mixed(out, mixed, edge_weight, empty)
+
+
+def _choose(
+    name: str, backend: str, query: Tensor, value: Tensor | None, edge_attr: Tensor | None
+) -> str:
+    dims = {"head_dim": query.size(-1)}
+    if value is not None:
+        dims["value_dim"] = value.size(-1)
+    if edge_attr is not None:
+        dims["edge_dim"] = edge_attr.size(-1)
+    return backends.choose(backend, query.device, query.dtype, dims, function=name)
 
 
 def _arrays(graph: Graph, inputs: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

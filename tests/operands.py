@@ -1,5 +1,6 @@
 """What the tests of the operator share: its arguments, its gradients, and how to compare them."""
 
+import math
 import os
 import subprocess
 import sys
@@ -9,8 +10,10 @@ import torch
 
 import graphattn
 from graphattn import graph_attention
+from graphattn.dropout import draw_seed, keep_mask
 from graphattn.testing import (
     GraphCase,
+    assert_close_to_reference,
     edge_reference,
     zoo,
 )
@@ -79,7 +82,9 @@ def tensors_for(
     }
 
 
-def operator_inputs(case, *, edge_dim=None, seed=None, dropout=0.0, value=True, **shape):
+def operator_inputs(
+    case, *, edge_dim=None, seed=None, dropout=0.0, value=True, backend="cpu", **shape
+):
     """What torch.ops.graphattn.attention takes, in its order; shapes as in :func:`tensors_for`."""
     tensors = tensors_for(case, **shape)
     query, graph = tensors["query"], case.graph()
@@ -104,6 +109,7 @@ def operator_inputs(case, *, edge_dim=None, seed=None, dropout=0.0, value=True, 
         None if seed is None else torch.tensor(seed),
         0.5,
         dropout,
+        backend,
     ]
 
 
@@ -131,6 +137,39 @@ def assert_right(case, backend, tensors, **options):
     expected = run(edge_reference, tensors, graph, **options)
     assert actual[0].isfinite().all()
     assert_same(actual, expected, **EXACT)
+
+
+def draw_mask(seed, tensors, num_edges, dropout):
+    """The mask ``[*, E, H]`` of a call under this seed of torch."""
+    leading, heads = tensors["query"].shape[:-3], tensors["query"].size(-2)
+    torch.manual_seed(seed)
+    keep = keep_mask(draw_seed(), torch.arange(num_edges), heads, dropout, batch=math.prod(leading))
+    return keep.movedim(1, 0).reshape(*leading, num_edges, heads)
+
+
+def assert_right_at_its_dtype(case, backend, tensors, dropout=0.0):
+    """Output and gradients: 1e-10 in float64, the rule for low precision elsewhere."""
+    graph = case.graph()
+    masked = {}
+    if dropout > 0.0:
+        keep = draw_mask(3, tensors, graph.num_edges, dropout)
+        masked = {"keep": keep, "dropout": dropout}
+    torch.manual_seed(3)
+    actual = run(graph_attention, tensors, graph, dropout=dropout, backend=backend)
+    exact = {name: x.detach().double().requires_grad_() for name, x in tensors.items()}
+    expected = run(edge_reference, exact, graph, **masked)
+    assert actual[0].dtype == tensors["query"].dtype
+    assert all(actual[1][name].dtype == x.dtype for name, x in tensors.items())
+    if all(x.dtype == torch.float64 for x in tensors.values()):
+        assert_same(actual, expected, **EXACT)
+        return
+    plain = run(edge_reference, tensors, graph, **masked)
+    terms = max([1, *graph.in_degree().tolist(), *graph.out_degree().tolist()])
+    assert_close_to_reference(actual[0], plain[0], expected[0], in_degree=terms)
+    for name, grad in actual[1].items():
+        assert_close_to_reference(
+            grad, plain[1][name], expected[1][name], factor=3, in_degree=terms
+        )
 
 
 def run_script(script, **environment):

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from graphattn import Graph, attention_weights, backends, graph_attention
 from graphattn._native import library
-from graphattn.dropout import draw_seed, keep_mask
+from graphattn.dropout import keep_mask
 from graphattn.testing import (
     GraphCase,
     assert_close_to_reference,
@@ -30,8 +30,10 @@ from operands import (
     SMALL,
     ZOO,
     assert_right,
+    assert_right_at_its_dtype,
     assert_same,
     case_of_degrees,
+    draw_mask,
     operator_inputs,
     run,
     run_script,
@@ -94,43 +96,10 @@ CALLS = {
 }
 
 
-def draw_mask(seed, tensors, num_edges, dropout):
-    """The mask ``[*, E, H]`` of a call under this seed of torch."""
-    leading, heads = tensors["query"].shape[:-3], tensors["query"].size(-2)
-    torch.manual_seed(seed)
-    keep = keep_mask(draw_seed(), torch.arange(num_edges), heads, dropout, batch=math.prod(leading))
-    return keep.movedim(1, 0).reshape(*leading, num_edges, heads)
-
-
-def assert_right_at_its_dtype(case, tensors, dropout=0.0):
-    """Output and gradients: 1e-10 in float64, the rule for low precision elsewhere."""
-    graph = case.graph()
-    masked = {}
-    if dropout > 0.0:
-        keep = draw_mask(3, tensors, graph.num_edges, dropout)
-        masked = {"keep": keep, "dropout": dropout}
-    torch.manual_seed(3)
-    actual = run(graph_attention, tensors, graph, dropout=dropout, backend="cpu")
-    exact = {name: x.detach().double().requires_grad_() for name, x in tensors.items()}
-    expected = run(edge_reference, exact, graph, **masked)
-    assert actual[0].dtype == tensors["query"].dtype
-    assert all(actual[1][name].dtype == x.dtype for name, x in tensors.items())
-    if all(x.dtype == torch.float64 for x in tensors.values()):
-        assert_same(actual, expected, **EXACT)
-        return
-    plain = run(edge_reference, tensors, graph, **masked)
-    terms = max([1, *graph.in_degree().tolist(), *graph.out_degree().tolist()])
-    assert_close_to_reference(actual[0], plain[0], expected[0], in_degree=terms)
-    for name, grad in actual[1].items():
-        assert_close_to_reference(
-            grad, plain[1][name], expected[1][name], factor=3, in_degree=terms
-        )
-
-
 def assert_call_is_right(case, call, dtype):
     shape = {name: given for name, given in CALLS[call].items() if name != "dropout"}
     assert_right_at_its_dtype(
-        case, tensors_for(case, **shape, dtype=dtype), CALLS[call].get("dropout", 0.0)
+        case, "cpu", tensors_for(case, **shape, dtype=dtype), CALLS[call].get("dropout", 0.0)
     )
 
 
@@ -166,7 +135,7 @@ DIMS = [1, 3, 5, 8, 16, 20, 32, 33, 64, 100, 128, 256]
 def test_every_head_dim_with_two_value_dims(dim, dtype):
     for value_dim in (dim, DIMS[(DIMS.index(dim) + 5) % len(DIMS)]):
         tensors = tensors_for(DEGREES, dim=dim, value_dim=value_dim, dtype=DTYPES[dtype])
-        assert_right_at_its_dtype(DEGREES, tensors)
+        assert_right_at_its_dtype(DEGREES, "cpu", tensors)
 
 
 @each_isa
@@ -175,7 +144,7 @@ def test_every_head_dim_with_two_value_dims(dim, dtype):
 def test_every_number_of_heads_alone_and_grouped(heads, dtype):
     for key_heads in {1, heads}:
         tensors = tensors_for(DEGREES, heads=heads, key_heads=key_heads, dim=8, dtype=DTYPES[dtype])
-        assert_right_at_its_dtype(DEGREES, tensors)
+        assert_right_at_its_dtype(DEGREES, "cpu", tensors)
 
 
 @each_isa
@@ -194,7 +163,7 @@ def test_bias_and_edge_features_have_dtypes_of_their_own(of_edges, dtype):
     tensors = tensors_for(DEGREES, heads=3, dim=8, edge_dim=3, dtype=DTYPES[dtype])
     for name in ("bias", "edge_attr", "edge_weight"):
         tensors[name] = tensors[name].detach().to(DTYPES[of_edges]).requires_grad_()
-    assert_right_at_its_dtype(DEGREES, tensors)
+    assert_right_at_its_dtype(DEGREES, "cpu", tensors)
 
 
 @each_isa
@@ -1040,7 +1009,7 @@ def test_edges_beyond_2_32_draw_bits_of_their_own():
     for seed in range(20):
         seed = torch.tensor(seed)
         inputs = with_edge_ids([query, key, value, None, None, None], EDGE_IDS)
-        out, _, _ = torch.ops.graphattn.attention(*inputs, seed, 1.0, 0.5)
+        out, _, _ = torch.ops.graphattn.attention(*inputs, seed, 1.0, 0.5, "cpu")
         keep = keep_mask(seed, torch.tensor(EDGE_IDS), heads, 0.5)[:, 0]
         assert torch.equal(out[0] > 0, keep.t())
         differ += int((keep[0] != keep[4]).sum())
@@ -1061,7 +1030,7 @@ def test_c64_bias_and_edge_features_of_more_than_2_31_elements():
     for tensors, places in ((far, edge_id), (near, list(range(count)))):
         bias, edge_attr = tensors["bias"], tensors["edge_attr"]
         inputs = with_edge_ids([query, key, key, bias, query_edge, edge_attr], places)
-        results.append(torch.ops.graphattn.attention(*inputs, None, 0.5, 0.0))
+        results.append(torch.ops.graphattn.attention(*inputs, None, 0.5, 0.0, "cpu"))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 

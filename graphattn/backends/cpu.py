@@ -9,6 +9,7 @@ from torch import Tensor
 
 from graphattn import _native
 from graphattn._native import check_status, library
+from graphattn.backends import arguments
 
 __all__ = ["attention", "attention_backward"]
 
@@ -63,7 +64,7 @@ def attention(
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, mixed edge features and softmax; see :mod:`graphattn._ops`."""
-    _check(query, key, value, query_edge, (dst_ptr, src_index, edge_id), seed, dropout)
+    arguments.check(query, key, value, query_edge, (dst_ptr, src_index, edge_id), seed, dropout)
     leading, (num_dst, heads) = query.shape[:-3], query.shape[-3:-1]
     wide = torch.promote_types(query.dtype, torch.float32)
     edge_dim = 0 if edge_attr is None else edge_attr.size(-1)
@@ -133,14 +134,8 @@ def attention_backward(
     call.grad_query, call.grad_key, call.grad_value = map(_pointer, gradients[:3])
     call.grad_bias, call.grad_query_edge, call.grad_edge_attr = map(_pointer, gradients[3:])
     if needs[1] or needs[2] or needs[3] or needs[5]:
-        if src_ptr is None or dst_index is None or edge_id_by_src is None:
-            raise ValueError(
-                "graphattn::attention_backward: gradients of key, value, bias and edge_attr need "
-                "src_ptr, dst_index and edge_id_by_src, which the call of graphattn::attention "
-                "left out."
-            )
-        call.src_ptr, call.dst_index = src_ptr.data_ptr(), dst_index.data_ptr()
-        call.edge_id_by_src = edge_id_by_src.data_ptr()
+        by_source = arguments.by_source(src_ptr, dst_index, edge_id_by_src)
+        call.src_ptr, call.dst_index, call.edge_id_by_src = (x.data_ptr() for x in by_source)
     check_status(library().graphattn_backward(ctypes.byref(call)))
     del kept
     return [
@@ -148,27 +143,6 @@ def attention_backward(
         for x, grad in zip(inputs, gradients, strict=True)
         if x is not None and grad is not None
     ]
-
-
-def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    query_edge: Tensor | None,
-    arrays: tuple[Tensor | None, ...],
-    seed: Tensor | None,
-    dropout: float,
-) -> None:
-    """What would be read as something else if a caller of the operator got it wrong."""
-    wide = torch.promote_types(query.dtype, torch.float32)
-    if key.dtype != query.dtype or (value is not None and value.dtype != query.dtype):
-        raise TypeError("graphattn::attention: query, key and value must have one dtype.")
-    if query_edge is not None and query_edge.dtype != wide:
-        raise TypeError(f"graphattn::attention: query_edge must be {wide}.")
-    if any(array is not None and array.dtype != torch.int64 for array in arrays):
-        raise TypeError("graphattn::attention: the arrays of the graph must be int64.")
-    if dropout > 0.0 and seed is None:
-        raise ValueError("graphattn::attention: dropout needs a seed.")
 
 
 def _call(
@@ -226,11 +200,6 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 
 def _rows(tensor: Tensor) -> tuple[_Rows, Tensor]:
-    """``[*, N, H, D]`` as the kernel reads it, and the tensor to keep: a copy only if it must."""
-    heads, dim = tensor.shape[-2:]
-    if (dim > 1 and tensor.stride(-1) != 1) or (heads > 1 and tensor.stride(-2) != dim):
-        tensor = tensor.contiguous()
-    if tensor.dim() > 4:
-        tensor = tensor.flatten(0, -4)
-    batch_stride = tensor.stride(0) if tensor.dim() == 4 else 0
-    return _Rows(tensor.data_ptr(), batch_stride, tensor.stride(-3)), tensor
+    """``[*, N, H, D]`` as the kernel reads it, and the tensor to keep."""
+    tensor, batch_stride, row_stride = arguments.rows(tensor)
+    return _Rows(tensor.data_ptr(), batch_stride, row_stride), tensor

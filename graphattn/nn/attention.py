@@ -258,7 +258,11 @@ class GraphAttentionConv(MessagePassing):
         self._alpha = alpha.to(query_i.dtype)
         if self.training and self.dropout > 0.0:
             by_edge = alpha.unsqueeze(0).flatten(0, -3).movedim(0, 1)  # [E, B, H]
-            alpha = drop(by_edge, draw_seed(), None, self.dropout).movedim(1, 0).view(alpha.shape)
+            alpha = (
+                drop(by_edge, draw_seed(alpha.device), None, self.dropout)
+                .movedim(1, 0)
+                .view(alpha.shape)
+            )
         return value_j * alpha.unsqueeze(-1)
 
     def _sends_messages(self) -> bool:
