@@ -27,10 +27,10 @@ export PIP_ROOT_USER_ACTION := ignore
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test lint format docs bench sanitize setup clean always
+.PHONY: help demo test lint format docs bench check-triton sanitize setup clean always
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/installed-demo ## Train a graph transformer on a citation graph (about 3 minutes)
 	$(SAY) "Training on ogbn-arxiv, or on its synthetic stand-in: about 3 minutes on two cores."
@@ -58,6 +58,10 @@ bench: $(VENV)/installed-bench ## Measure attention and its rivals on small grap
 	$(SAY) "Measuring on small graphs, then writing docs/benchmarks.md: about 5 minutes on two cores."
 	@$(PY) examples/benchmarks/attention.py --quick --csv examples/benchmarks/results/quick.csv $(ARGS)
 	@$(PY) examples/benchmarks/report.py
+
+check-triton: $(VENV)/installed-dev ## Compile the GPU kernels, which needs no GPU (about 5 minutes)
+	$(SAY) "Compiling the Triton kernels for three GPUs: about 5 minutes on two cores."
+	@$(PY) -W ignore examples/benchmarks/compile_triton.py $(ARGS)
 
 # The library is built anew in a copy of the package. The sanitizers have to be loaded before Python,
 # and libstdc++ with them, whose exceptions they follow. Python and torch leak by design. Tests that

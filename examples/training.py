@@ -95,6 +95,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     loop.add_argument("--weight-decay", type=number(0), help="L2 penalty")
     loop.add_argument("--seed", type=integer(0), help="seed of the first run")
     loop.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
+    loop.add_argument("--autocast", action="store_true", help="bfloat16 where autocast has it")
+    loop.add_argument(
+        "--compile", action="store_true", help="torch.compile; on a GPU with CUDA graphs"
+    )
     loop.add_argument("--threads", type=integer(1), help="CPU threads (default: torch's choice)")
 
     output = parser.add_argument_group("output")
@@ -245,6 +249,9 @@ class Run:
         self.optimizer = torch.optim.Adam(
             self.model.parameters(), lr=args.lr, weight_decay=args.weight_decay
         )
+        on_gpu = args.device != "cpu"
+        mode = "reduce-overhead" if on_gpu else "default"
+        self.compiled = torch.compile(self.model, mode=mode) if args.compile else self.model
         self.history: list[dict[str, float]] = []
         self.seconds: list[float] = []
 
@@ -257,16 +264,25 @@ class Run:
             hidden = torch.zeros_like(train)
             while not hidden.any():  # something must be left to predict
                 labels, hidden = mask_labels(self.data.y, train, self.args.label_rate)
-        out = self.model(self.data.x, self.graph, labels=labels)[hidden]
-        target = self.data.y[hidden]
-        if target.is_floating_point():
-            known = ~target.isnan()
-            loss = F.binary_cross_entropy_with_logits(out[known], target[known])
-        else:
-            loss = F.cross_entropy(out, target)
+        loss = self.loss(self.outputs(labels), hidden)
         loss.backward()
         self.optimizer.step()
         return loss.item()
+
+    def outputs(self, labels: Tensor | None) -> Tensor:
+        device = torch.device(self.args.device).type
+        with torch.autocast(device, torch.bfloat16, enabled=self.args.autocast):
+            out = self.compiled(self.data.x, self.graph, labels=labels)
+        return out.float()
+
+    def loss(self, out: Tensor, nodes: Tensor) -> Tensor:
+        """The mean over these nodes, by a mask: no shape depends on how many they are."""
+        target = self.data.y
+        if not target.is_floating_point():
+            return F.cross_entropy(out, torch.where(nodes, target, -100))  # -100 counts as nothing
+        known = nodes[:, None] & ~target.isnan()
+        losses = F.binary_cross_entropy_with_logits(out, target.nan_to_num(), reduction="none")
+        return losses.where(known, 0.0).sum() / known.sum()
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
@@ -274,7 +290,7 @@ class Run:
         labels = None
         if self.args.label_rate > 0.0:
             labels, _ = mask_labels(self.data.y, self.masks["train"], 1.0)
-        out = self.model(self.data.x, self.graph, labels=labels)
+        out = self.outputs(labels)
         return {
             name: evaluate(self.data.metric, out[mask], self.data.y[mask])
             for name, mask in self.masks.items()
@@ -405,6 +421,8 @@ def train(data: Data, args: argparse.Namespace) -> dict[str, Any]:
         )
     data, graph = prepare(data, args)
     data, graph = data.to(args.device), graph.to(args.device)
+    if args.compile:
+        _ = graph.edge_index, graph.src_ptr  # made now, or else by what is compiled
     parameters = sum(p.numel() for p in make_model(data, args).parameters())
     print(f"Model: GraphTransformer, {parameters:,} parameters")
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from graphattn import backends
+from operands import BACKENDS
 
 
-@pytest.fixture(params=[name for name in backends.NAMES if name != "triton"])
+@pytest.fixture(params=BACKENDS)
 def backend(request):
     reason = backends.missing(request.param)
     if reason is not None:

@@ -1,15 +1,17 @@
 """What the tests of the operator share: its arguments, its gradients, and how to compare them."""
 
 import math
+import mmap
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import graphattn
-from graphattn import graph_attention
+from graphattn import backends, graph_attention
 from graphattn.dropout import draw_seed, keep_mask
 from graphattn.testing import (
     GraphCase,
@@ -19,6 +21,8 @@ from graphattn.testing import (
 )
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
+# Those with float64. That of Triton runs in an interpreter here and has tests of its own.
+BACKENDS = [name for name in backends.NAMES if name != "triton"]
 ZOO = {case.name: case for case in zoo()}
 SMALL = {case.name: case for case in zoo(hub=50)}
 SHUFFLED, PARALLEL = ZOO["shuffled"], ZOO["parallel edges"]
@@ -170,6 +174,33 @@ def assert_right_at_its_dtype(case, backend, tensors, dropout=0.0):
         assert_close_to_reference(
             grad, plain[1][name], expected[1][name], factor=3, in_degree=terms
         )
+
+
+EDGE_IDS = [3, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**33 + 5]
+
+
+def with_edge_ids(inputs, edge_id):
+    """The operator's arguments for one target whose edges lie at these places of the caller."""
+    edge_id = torch.tensor(edge_id)
+    count = edge_id.numel()
+    dst_ptr, every = torch.tensor([0, count]), torch.arange(count)
+    src_ptr, zeros = torch.arange(count + 1), torch.zeros(count).long()
+    return [*inputs, dst_ptr, every, edge_id, src_ptr, zeros, edge_id]
+
+
+def lent(*shape, stride, dtype=torch.float32):
+    """Zeros over more memory than there is, of which only what is touched is taken."""
+    elements = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
+    try:
+        memory = mmap.mmap(-1, elements * dtype.itemsize, flags=flags)
+    except (OSError, ValueError) as error:
+        pytest.skip(f"no address space for {elements} elements: {error}")
+    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, stride)
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="memory is reserved and not taken")
 
 
 def run_script(script, **environment):

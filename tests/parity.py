@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import TransformerConv
 
+import operands
 from graphattn import backends
 from graphattn.nn import GraphAttentionConv
 from graphattn.testing import GraphCase, zoo
 
-BACKENDS = [name for name in backends.NAMES if backends.missing(name) is None]
+BACKENDS = [name for name in operands.BACKENDS if backends.missing(name) is None]
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 EDGE_INDEX = torch.tensor([[0, 1, 2, 0, 3, 3], [1, 2, 0, 2, 2, 0]])  # four nodes
 

@@ -2,10 +2,8 @@
 
 import itertools
 import math
-import mmap
 import os
 import signal
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +23,7 @@ from graphattn.testing import (
     zoo,
 )
 from operands import (
+    EDGE_IDS,
     EXACT,
     SHUFFLED,
     SMALL,
@@ -34,10 +33,13 @@ from operands import (
     assert_same,
     case_of_degrees,
     draw_mask,
+    lent,
+    linux,
     operator_inputs,
     run,
     run_script,
     tensors_for,
+    with_edge_ids,
 )
 
 pytestmark = pytest.mark.skipif(
@@ -909,21 +911,6 @@ def test_several_python_threads_call_at_once(set_threads):
 # Size #############################################################################################
 
 
-def lent(*shape, stride, dtype=torch.float32):
-    """Zeros over more memory than there is, of which only what is touched is taken."""
-    elements = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
-    try:
-        memory = mmap.mmap(-1, elements * dtype.itemsize, flags=flags)
-    except (OSError, ValueError) as error:
-        pytest.skip(f"no address space for {elements} elements: {error}")
-    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, stride)
-
-
-linux = pytest.mark.skipif(sys.platform != "linux", reason="memory is reserved and not taken")
-
-
 @linux
 @pytest.mark.parametrize("row_stride", [2**29 + 8, 2**31 + 8, 2**32 + 8])
 def test_c64_rows_that_lie_gigabytes_apart(row_stride):
@@ -986,18 +973,6 @@ def test_c64_more_than_2_31_elements_of_key_and_value():
         graph_attention(query, key, key, graph, backend="cpu"),
         graph_attention(query, few, few, small, backend="cpu"),
     )
-
-
-EDGE_IDS = [3, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**33 + 5]
-
-
-def with_edge_ids(inputs, edge_id):
-    """The operator's arguments for one target whose edges lie at these places of the caller."""
-    edge_id = torch.tensor(edge_id)
-    count = edge_id.numel()
-    dst_ptr, every = torch.tensor([0, count]), torch.arange(count)
-    src_ptr, zeros = torch.arange(count + 1), torch.zeros(count).long()
-    return [*inputs, dst_ptr, every, edge_id, src_ptr, zeros, edge_id]
 
 
 def test_edges_beyond_2_32_draw_bits_of_their_own():

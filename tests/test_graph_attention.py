@@ -18,6 +18,7 @@ from graphattn.testing import (
     zoo,
 )
 from operands import (
+    BACKENDS,
     EXACT,
     SHAPES,
     SHUFFLED,
@@ -182,7 +183,7 @@ def any_call(draw):
     return GraphCase("any", edge_index, num_src, num_dst), shape
 
 
-@pytest.mark.parametrize("name", backends.NAMES)
+@pytest.mark.parametrize("name", BACKENDS)
 def test_any_graph_and_shape_equals_its_definition(name):
     if backends.missing(name) is not None:
         pytest.skip(backends.missing(name))

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 
 from graphattn import Graph, attention_weights, backends, graph_attention
-from graphattn.nn import GraphAttentionConv, GraphTransformerLayer
+from graphattn.nn import GraphAttentionConv, GraphMultiheadAttention, GraphTransformerLayer
 from graphattn.testing import GraphCase
 from operands import EXACT, PARALLEL, SHUFFLED, SMALL, operator_inputs, tensors_for
 
@@ -506,6 +506,31 @@ def test_c56_layers_compile_for_changing_sizes(compiled):
         assert_compiled_equals_eager_mode(
             function, conv, leaves, x, random_graph(num_nodes, num_edges), edge_attr
         )
+
+
+@compiles
+@pytest.mark.parametrize(
+    "layer",
+    [
+        GraphAttentionConv(8, 4, heads=2, backend="cpu"),
+        GraphMultiheadAttention(8, 2, backend="cpu"),
+        GraphTransformerLayer(8, 2, backend="cpu"),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_c66_a_compiled_layer_calls_the_operator(layer):
+    """And not the messages of PyG, one for each edge, which would give the same numbers."""
+    called = []
+
+    def record(module, _):
+        called.extend(str(node.target) for node in module.graph.nodes)
+        return module
+
+    torch._dynamo.reset()
+    x, edge_index = torch.randn(6, 8), random_graph(6, 12)
+    inputs = (x, x, x) if isinstance(layer, GraphMultiheadAttention) else (x,)
+    torch.compile(layer, fullgraph=True, backend=record)(*inputs, edge_index)
+    assert called.count("graphattn.attention") == 1
 
 
 @compiles

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from scipy.sparse.csgraph import reverse_cuthill_mckee
 from torch import Tensor
 from torch_geometric.utils import remove_self_loops, to_scipy_sparse_matrix, to_undirected
-
-from graphattn.data import load
 
 WHAT = ("operator", "layer")
 DTYPES = {
@@ -58,11 +56,12 @@ class Case:
 
     def inputs(self) -> dict[str, Tensor]:
         """What gradients are taken of: query, key and value, or ``x`` and a layer's parameters."""
-        generator = torch.Generator().manual_seed(0)
+        device = self.edge_index.device
+        generator = torch.Generator(device).manual_seed(0)
 
         def draw(*shape: int, scale: float = 1.0) -> Tensor:
-            x = scale * torch.randn(shape, generator=generator)
-            return x.to(self.edge_index.device, self.dtype).requires_grad_()
+            x = scale * torch.randn(shape, generator=generator, device=device)
+            return x.to(self.dtype).requires_grad_()
 
         if self.what == "operator":
             return {name: draw(*self.shape) for name in ("query", "key", "value")}
@@ -74,9 +73,9 @@ class Case:
 
     def cotangent(self) -> Tensor:
         """The gradient that arrives at the output."""
-        generator = torch.Generator().manual_seed(1)
-        drawn = torch.randn(self.shape, generator=generator)
-        return drawn.to(self.edge_index.device, self.dtype)
+        device = self.edge_index.device
+        generator = torch.Generator(device).manual_seed(1)
+        return torch.randn(self.shape, generator=generator, device=device).to(self.dtype)
 
 
 def load_graph(
@@ -108,6 +107,8 @@ def load_graph(
     if name in SYNTHETIC:
         edge_index = SYNTHETIC[name](nodes, degree, torch.Generator().manual_seed(0))
     else:
+        from graphattn.data import load  # with SciPy, which generated graphs do without
+
         if name.endswith(".npz"):
             root, name = Path(name).parent, Path(name).stem
         data = load(name, root=root)
@@ -124,6 +125,8 @@ def load_graph(
 
 def rcm(edge_index: Tensor, nodes: int) -> Tensor:
     """Nodes in the reverse Cuthill-McKee order, by SciPy."""
+    from scipy.sparse.csgraph import reverse_cuthill_mckee
+
     matrix = to_scipy_sparse_matrix(edge_index, num_nodes=nodes).tocsr()
     return torch.from_numpy(reverse_cuthill_mckee(matrix).astype("int64"))
 
@@ -179,6 +182,29 @@ def regular(nodes: int, degree: int, generator: torch.Generator) -> Tensor:
     return _renamed(torch.stack([src, dst]), nodes, generator)
 
 
+def skewed(nodes: int, edges: int, largest: int, device: torch.device | str = "cpu") -> Tensor:
+    """``edges`` at the ends of ``edges / 2`` random pairs, so that the largest degree is as given.
+
+    Every pair is there both ways, so that in- and out-degree of a node are the same. Pairs may
+    repeat, and a node may be paired with itself: of as many edges as here, few are. Drawn on
+    ``device``, with the same result for every call on it.
+
+    Raises:
+        ValueError: ``edges`` is odd, or ``largest`` is not between the mean degree and ``edges``.
+    """
+    if edges % 2 or not edges < largest * nodes < edges * nodes:
+        raise ValueError(
+            "skewed: expected an even number of edges, and largest between the mean degree "
+            f"{edges / nodes:g} and edges, got nodes={nodes}, edges={edges}, largest={largest}."
+        )
+    # Node floor(nodes * u ** exponent) is the first with probability nodes ** (-1 / exponent).
+    exponent = math.log(nodes) / math.log(edges / largest)
+    generator = torch.Generator(device).manual_seed(0)
+    u = torch.rand(2, edges // 2, generator=generator, dtype=torch.float64, device=device)
+    pairs = (nodes * u**exponent).long().clamp_(max=nodes - 1)
+    return _renamed(torch.cat([pairs, pairs.flip(0)], dim=1), nodes, generator)
+
+
 def _distinct(nodes: int, degree: int, generator: torch.Generator, *, exponent: float) -> Tensor:
     """Distinct pairs without self-loops; node ``floor(nodes * u ** exponent)`` for uniform u."""
     wanted = nodes * degree
@@ -197,7 +223,7 @@ def _distinct(nodes: int, degree: int, generator: torch.Generator, *, exponent: 
 
 def _renamed(edge_index: Tensor, nodes: int, generator: torch.Generator) -> Tensor:
     """Nodes shuffled, so that neighbours are no neighbours in memory; edges sorted by source."""
-    src, dst = torch.randperm(nodes, generator=generator)[edge_index]
+    src, dst = torch.randperm(nodes, generator=generator, device=generator.device)[edge_index]
     order = torch.argsort(src * nodes + dst)
     return torch.stack([src[order], dst[order]])
 

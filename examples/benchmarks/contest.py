@@ -16,26 +16,8 @@ from report import Row
 
 def run_case(case: Case, names: list[str], repeats: int, copy: measure.CopyBandwidth) -> list[Row]:
     """The rows of a case: who is right is timed, in turn with the others."""
-    torch.compiler.reset()  # what was compiled for other cases counts against a limit
     inputs, cotangent = case.inputs(), case.cotangent()
-    reference = Reference(case, inputs)
-    right, rows = [], []
-    for name in names:
-        status = "ok"
-        try:
-            contestant = rivals.prepare(name, case, inputs)
-            reference.check(contestant)
-            right.append(contestant)
-        except rivals.LeftOut as reason:
-            status = str(reason)
-        except Wrong as error:
-            status = f"wrong: {error}"
-        except Exception as error:  # whatever a library raises for what it does not support
-            status = f"cannot run: {first_line(error)}"
-        if status != "ok":
-            rows.append({"contestant": name, "direction": "all", "status": status})
-    del reference
-
+    right, rows = checked(case, names, inputs)
     peaks: dict[str, dict[str, int | None]] = {}
     if measure.allocator_of_process() == "warm":
         measure.interleaved(right, cotangent, 1)  # the heap grows to what all of them need
@@ -53,6 +35,30 @@ def run_case(case: Case, names: list[str], repeats: int, copy: measure.CopyBandw
         for direction, values in seconds[contestant.name].items()
     ]
     return [{**describe(case), **row} for row in timed + rows]
+
+
+def checked(
+    case: Case, names: list[str], inputs: dict[str, Tensor]
+) -> tuple[list[rivals.Contestant], list[Row]]:
+    """The contestants that are right, and for every other one a row with the reason."""
+    torch.compiler.reset()  # what was compiled for other cases counts against a limit
+    reference = Reference(case, inputs)
+    right, rows = [], []
+    for name in names:
+        status = "ok"
+        try:
+            contestant = rivals.prepare(name, case, inputs)
+            reference.check(contestant)
+            right.append(contestant)
+        except rivals.LeftOut as reason:
+            status = str(reason)
+        except Wrong as error:
+            status = f"wrong: {error}"
+        except Exception as error:  # whatever a library raises for what it does not support
+            status = f"cannot run: {first_line(error)}"
+        if status != "ok":
+            rows.append({"contestant": name, "direction": "all", "status": status})
+    return right, rows
 
 
 def first_line(error: Exception) -> str:

@@ -271,8 +271,8 @@ class GraphAttentionConv(MessagePassing):
             or not _is_plain(self.aggr_module, SumAggregation)
             # Overridden in a subclass or on this very layer.
             or any(
-                getattr(getattr(self, name), "__func__", None)
-                is not getattr(GraphAttentionConv, name)
+                getattr(type(self), name) is not getattr(GraphAttentionConv, name)
+                or name in self.__dict__
                 for name in ("message", "aggregate", "update")
             )
             or self._propagate_forward_pre_hooks

@@ -6,6 +6,7 @@ No call waits for the device, so all of it can be captured in a CUDA graph.
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import triton
 from torch import Tensor
 
 from graphattn.backends import arguments
-from graphattn.backends.triton import backward, forward
+from graphattn.backends.triton import backward, forward, tuning
 from graphattn.backends.triton.edges import (
     LOOKED_OVER,
     Attended,
@@ -59,7 +60,7 @@ def attention(
     arguments.check(query, key, value, query_edge, (dst_ptr, src_index, edge_id), seed, dropout)
     leading, (num_dst, heads) = query.shape[:-3], query.shape[-3:-1]
     inputs = _inputs(query, key, value, bias, query_edge, edge_attr, seed, scale, dropout)
-    targets = _Pass(inputs, dst_ptr, src_index, edge_id)
+    targets = Pass(inputs, dst_ptr, src_index, edge_id)
     value_dim, edge_dim = targets.plan.value_dim, targets.plan.edge_dim
     out = query.new_empty(*leading, num_dst, heads, value_dim)
     mixed = query.new_empty(*leading, num_dst, heads, edge_dim, dtype=torch.float32)
@@ -113,13 +114,13 @@ def attention_backward(
         weights=None if value is not None else _numbers(grad_out),
         delta=_numbers(query.new_empty(query.shape[:-1], dtype=torch.float32)),
     )
-    targets = _Pass(inputs, dst_ptr, src_index, edge_id)
+    targets = Pass(inputs, dst_ptr, src_index, edge_id)
     at_targets = _visit_targets(targets, inputs, attended, grads, needs)
     at_sources: tuple[Tensor | None, Tensor | None] = (None, None)
     along_edges = at_sources
     if needs[1] or needs[2] or needs[3] or needs[5]:
         by_source = arguments.by_source(src_ptr, dst_index, edge_id_by_src)
-        sources = _Pass(inputs, *by_source, tiles_of_keys=True)
+        sources = Pass(inputs, *by_source, tiles_of_keys=True)
         at_sources, along_edges = _visit_sources(sources, inputs, attended, grads, needs)
     gradients = (at_targets[0], *at_sources, along_edges[0], at_targets[1], along_edges[1])
     return [
@@ -130,7 +131,7 @@ def attention_backward(
 
 
 def _visit_targets(
-    targets: _Pass, inputs: Inputs, attended: Attended, grads: Gradients, needs: list[bool]
+    targets: Pass, inputs: Inputs, attended: Attended, grads: Gradients, needs: list[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Delta, in ``grads``, and the gradients of query and query_edge."""
     plan, heads = targets.plan, inputs.query.data.size(-2)
@@ -152,7 +153,7 @@ def _visit_targets(
 
 
 def _visit_sources(
-    sources: _Pass, inputs: Inputs, attended: Attended, grads: Gradients, needs: list[bool]
+    sources: Pass, inputs: Inputs, attended: Attended, grads: Gradients, needs: list[bool]
 ) -> tuple[tuple[Tensor | None, Tensor | None], tuple[Tensor | None, Tensor | None]]:
     """The gradients of key and value, and those of bias and edge_attr."""
     plan, order = sources.plan, sources.order
@@ -188,7 +189,7 @@ def _visit_sources(
     return (grad_key, grad_value), (grad_bias, grad_edge_attr)
 
 
-class _Pass:
+class Pass:
     """A pass over edges that are sorted by the rows it owns: how its work is cut, and launched."""
 
     def __init__(
@@ -216,21 +217,42 @@ class _Pass:
 
     def visit(self, kernel: Any, *operands: Any) -> None:
         """Runs a kernel on all units of work."""
-        self._launch(kernel, self.tiles * self.order.units, 1, *operands, self.tiles, self.plan)
+
+        def run(edges: int, warps: int) -> None:
+            plan = self.plan._replace(block=edges)
+            self.launch(kernel, self.tiles * self.order.units, warps, *operands, self.tiles, plan)
+
+        sizes = self.plan.block, 1
+        if tuning.is_on() and self.batch * self.tiles * self.order.units > 0:
+            sizes = tuning.sizes(self._describe(kernel, operands), self.plan, run)
+        run(*sizes)
+
+    def _describe(self, kernel: Any, operands: tuple[Any, ...]) -> str:
+        """All that the best sizes of a kernel may depend on."""
+        inputs, order = operands[0], self.order
+        options = [name for name in ("bias", "dropout") if getattr(inputs, name) is not None]
+        degree = 2 ** round(math.log2(max(1, order.edges) / max(1, order.rows)))
+        device = torch.cuda.get_device_name(self.query.device) if self.query.is_cuda else "cpu"
+        plan = self.plan._replace(rows=0)
+        return (
+            f"{device}: {kernel.__name__}, {self.query.dtype}, {plan}, {options}, degree {degree}"
+        )
 
     def merge(self, kernel: Any, heads: int, *operands: Any) -> None:
         """Runs a kernel that puts together rows that were cut, if there can be any."""
         if self.order.slots > 0:
             blocks = triton.cdiv(self.order.rows, LOOKED_OVER.value)
-            self._launch(kernel, heads * blocks, 4, *operands, heads, self.plan)
+            self.launch(kernel, heads * blocks, 4, *operands, heads, self.plan)
 
-    def _launch(self, kernel: Any, programs: int, warps: int, *operands: Any) -> None:
-        if self.batch * programs == 0:
-            return
-        # Triton launches on the current device.
-        on_device = self.query.is_cuda and torch.cuda.device(self.query.device)
-        with on_device or contextlib.nullcontext():
-            kernel[(self.batch * programs,)](*operands, num_warps=warps, enable_fp_fusion=True)
+    def launch(self, kernel: Any, programs: int, warps: int, *operands: Any) -> Any:
+        """Launches so many programs for each batch; returns the kernel as it was compiled."""
+        grid = (self.batch * programs,)
+        if grid[0] == 0:
+            return None
+        # Triton launches on the device that is current.
+        on_gpu = self.query.is_cuda
+        with torch.cuda.device(self.query.device) if on_gpu else contextlib.nullcontext():
+            return kernel[grid](*operands, num_warps=warps, enable_fp_fusion=True)
 
 
 def _plan(inputs: Inputs, num_rows: int, num_edges: int) -> Plan:
@@ -252,7 +274,8 @@ def _plan(inputs: Inputs, num_rows: int, num_edges: int) -> Plan:
         rows *= 2
     dims = (head_dim, value_dim, edge_dim)
     parts = triton.cdiv(group, shared)
-    return Plan(key_heads, group, *dims, keys, shared, parts, block, CHUNK, rows)
+    merged = max(8, min(64, 4096 // channels))
+    return Plan(key_heads, group, *dims, keys, shared, parts, block, CHUNK, rows, merged)
 
 
 def _inputs(

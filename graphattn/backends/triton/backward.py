@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from graphattn.backends.triton.edges import (
-    MERGED,
     Heads,
     all_heads_of,
     edge_tile,
@@ -156,9 +155,9 @@ def visit_targets(
 @triton.jit
 def sum_of_parts(rows, batch, begin, end, head, DIM: tl.constexpr, plan: tl.constexpr):
     """``[1, channels]``: the sum over the pieces of a row that was cut."""
-    sums = tl.zeros([MERGED, 1], tl.float32) + zeros(one_head(head), DIM)
+    sums = tl.zeros([plan.merged, 1], tl.float32) + zeros(one_head(head), DIM)
     if rows is not None:
-        for piece in range(0, tl.cdiv(end - begin, plan.chunk), MERGED):
+        for piece in range(0, tl.cdiv(end - begin, plan.chunk), plan.merged):
             slot, valid = pieces_at(piece, begin, end, plan)
             sums += part_tile(rows, batch, slot, head, valid, DIM)
     return tl.sum(sums, axis=0)[None, :]

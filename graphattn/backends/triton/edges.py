@@ -51,9 +51,7 @@ __all__ = [
 ]
 
 LOWEST = tl.constexpr(float("-inf"))
-# Rows that one program looks over for such as were cut, and pieces that it adds at a time.
-LOOKED_OVER = tl.constexpr(32)
-MERGED = tl.constexpr(64)
+LOOKED_OVER = tl.constexpr(32)  # rows in which one program looks for such as were cut
 
 
 class Rows(NamedTuple):
@@ -158,6 +156,7 @@ class Plan(NamedTuple):
     block: int  # edges in a tile
     chunk: int  # edges of the longest row that is not cut
     rows: int  # that one program takes
+    merged: int  # pieces that are put together at a time
 
 
 class Heads(NamedTuple):
@@ -399,17 +398,17 @@ def rows_to_merge(order, HEADS: tl.constexpr, plan: tl.constexpr):
 
 @triton.jit
 def pieces_at(piece, begin, end, plan: tl.constexpr):
-    """``(slot, valid)`` of the next pieces of a row, each ``[MERGED]``."""
-    piece += tl.arange(0, MERGED)
+    """``(slot, valid)`` of the next pieces of a row, each ``[merged]``."""
+    piece += tl.arange(0, plan.merged)
     slot = 2 * (begin // plan.chunk + piece) + (piece == 0)
     return slot, begin + piece * plan.chunk < end
 
 
 @triton.jit
 def part_tile(rows, batch, slot, head, valid, DIM: tl.constexpr):
-    """``[MERGED, channels]``, what pieces left in their slots for one head; zeros without any."""
+    """``[merged, channels]``, what pieces left in their slots for one head; zeros without any."""
     CHANNELS: tl.constexpr = triton.next_power_of_2(DIM) if DIM > 0 else 1
-    tile = tl.zeros([MERGED, CHANNELS], tl.float32)
+    tile = tl.zeros([slot.shape[0], CHANNELS], tl.float32)
     if DIM > 0:
         channel = tl.arange(0, CHANNELS)
         start = batch * rows.batch_stride + slot * rows.row_stride + head * DIM

@@ -7,7 +7,6 @@ import triton.language as tl
 
 from graphattn.backends.triton.edges import (
     LOWEST,
-    MERGED,
     all_heads_of,
     edge_tile,
     edges_at,
@@ -113,13 +112,13 @@ def merge(order, results, parts, dropout, HEADS: tl.constexpr, plan: tl.constexp
         begin = tl.load(order.ptr + row)
         end = tl.load(order.ptr + row + 1)
         if end - begin > plan.chunk:
-            # Each lane has sums of its own until the end: [MERGED, 1], and [MERGED, channels].
-            lanes = tl.zeros([MERGED, 1], tl.float32)
+            # Each lane has sums of its own until the end: [merged, 1], and [merged, channels].
+            lanes = tl.zeros([plan.merged, 1], tl.float32)
             largest = lanes + LOWEST
             total = lanes
             values = lanes + zeros(heads, plan.value_dim)
             features = lanes + zeros(heads, plan.edge_dim)
-            for piece in range(0, tl.cdiv(end - begin, plan.chunk), MERGED):
+            for piece in range(0, tl.cdiv(end - begin, plan.chunk), plan.merged):
                 slot, valid = pieces_at(piece, begin, end, plan)
                 top = part_tile(parts.largest, batch, slot, head, valid, 1)
                 top = tl.where(valid[:, None], top, LOWEST)
