@@ -185,6 +185,17 @@ def test_a_part_that_raises_leaves_what_it_had_and_the_others(check, monkeypatch
     ]
 
 
+def test_a_rival_is_timed_where_the_kernels_fail(check, monkeypatch, tmp_path, capsys):
+    def fails(case, names, seconds):
+        rival = {"contestant": names[-1], "ms": 1.0, "limit_ratio": 2.0, "direction": "forward"}
+        status = "failed: cannot run: InterpreterError"
+        return [{"contestant": names[0], "direction": "all", "status": status}, rival]
+
+    monkeypatch.setattr(check, "measured", fails)
+    assert run(check, tmp_path, "--parts rivals") == 1
+    assert "tiny              2 x 4  float32  -                   -" in capsys.readouterr().out
+
+
 def test_a_wrong_rival_is_reported_and_fails_nothing(check, monkeypatch, tmp_path):
     def wrong(case, names, seconds):
         assert names[0] == check.TRITON

@@ -261,7 +261,7 @@ def test_contract_10_only_auto_may_choose(backend, monkeypatch):
     with pytest.raises(
         ValueError,
         match=r"graph_attention: unknown backend 'fast'\. Use one of 'auto', 'eager', 'scatter', "
-        r"'cpu'\.",
+        r"'cpu', 'triton'\.",
     ):
         graph_attention(**tensors, graph=PARALLEL.graph(), backend="fast")
     monkeypatch.setattr(backends, "unsupported", lambda *_: ["it is Monday", "it rains"])

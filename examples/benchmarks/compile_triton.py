@@ -57,6 +57,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "weights": {"weights": True, "bias": True, "edge_dim": 8},
     "sorted": {"ordered": True},
     "light rows": {"nodes": 20_000},
+    "one node": {"nodes": 1},
 }
 NO_SPILLS = tuple(SHAPES)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

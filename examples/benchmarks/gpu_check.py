@@ -583,6 +583,8 @@ def options(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--device {args.device} is not a device torch knows")
     if args.device.type == "cuda" and not torch.cuda.is_available():
         parser.error(f"--device {args.device}: no CUDA device is available")
+    if args.device.type == "cuda" and args.device.index is not None:
+        torch.cuda.set_device(args.device)
     reasons = backends.unsupported("triton", args.device, torch.float32)
     if reasons:
         parser.error(f"--device {args.device}: {'; '.join(reasons)}")

@@ -19,13 +19,9 @@ from graphattn.backends.triton.edges import (
     LOOKED_OVER,
     Attended,
     Dropout,
-    Gradients,
-    Inputs,
     Order,
     Plan,
     Rows,
-    SourceGradients,
-    TargetGradients,
 )
 
 __all__ = ["attention", "attention_backward"]
@@ -59,24 +55,28 @@ def attention(
     """Output, mixed edge features and softmax; see :mod:`graphattn._ops`."""
     arguments.check(query, key, value, query_edge, (dst_ptr, src_index, edge_id), seed, dropout)
     leading, (num_dst, heads) = query.shape[:-3], query.shape[-3:-1]
-    inputs = _inputs(query, key, value, bias, query_edge, edge_attr, seed, scale, dropout)
-    targets = Pass(inputs, dst_ptr, src_index, edge_id)
-    value_dim, edge_dim = targets.plan.value_dim, targets.plan.edge_dim
-    out = query.new_empty(*leading, num_dst, heads, value_dim)
-    mixed = query.new_empty(*leading, num_dst, heads, edge_dim, dtype=torch.float32)
+    targets = Pass(query, key, value, edge_attr, dst_ptr, src_index)
+    plan, order = targets.plan, targets.order
+    out = query.new_empty(*leading, num_dst, heads, plan.value_dim)
+    mixed = query.new_empty(*leading, num_dst, heads, plan.edge_dim, dtype=torch.float32)
     softmax = query.new_empty(*leading, num_dst, 2, heads, dtype=torch.float32)
     results = Attended(*_largest_and_total(softmax), _rows(out), _rows(mixed))
     parts = Attended(
         *_largest_and_total(targets.empty_parts(2, heads)),
-        _rows(targets.empty_parts(heads, value_dim)),
-        _rows(targets.empty_parts(heads, edge_dim)),
+        _rows(targets.empty_parts(heads, plan.value_dim)),
+        _rows(targets.empty_parts(heads, plan.edge_dim)),
     )
-    targets.visit(forward.attend, inputs, targets.order, results, parts)
-    targets.merge(forward.merge, heads, targets.order, results, parts, inputs.dropout)
+    inputs = _inputs(query, key, value, bias, query_edge, edge_attr)
+    random = _dropout(seed, dropout, query)
+    targets.visit(forward.attend, *inputs, order, edge_id, random, scale, results, parts)
+    targets.merge(forward.merge, heads, order, results, parts, random)
     if value is not None:
         return out, mixed, softmax
     weights = query.new_empty(*leading, src_index.numel(), heads)
-    targets.visit(forward.weigh, inputs, targets.order, results, _numbers(weights))
+    q, k, _, *along_edges = inputs
+    targets.visit(
+        forward.weigh, q, k, *along_edges, order, edge_id, scale, results, _numbers(weights)
+    )
     return weights, mixed, softmax
 
 
@@ -104,25 +104,54 @@ def attention_backward(
     """Gradients of query, key, value, bias, query_edge and edge_attr, where ``needs`` asks."""
     tensors = (query, key, value, bias, query_edge, edge_attr)
     needs = [need and x is not None for need, x in zip(needs, tensors, strict=True)]
-    inputs = _inputs(*tensors, seed, scale, dropout)
-    attended = Attended(*_largest_and_total(softmax), None, None)
     if value is not None and grad_out is None:
         grad_out = query.new_zeros(*query.shape[:-1], value.size(-1))
-    grads = Gradients(
-        out=None if value is None else _rows(grad_out),
-        mixed=_rows(grad_mixed),
-        weights=None if value is not None else _numbers(grad_out),
-        delta=_numbers(query.new_empty(query.shape[:-1], dtype=torch.float32)),
+    delta = query.new_empty(query.shape[:-1], dtype=torch.float32)
+    # What both passes read beside the order of their edges.
+    inputs, random = _inputs(*tensors), _dropout(seed, dropout, query)
+    given = (
+        *_largest_and_total(softmax),
+        None if value is None else _rows(grad_out),
+        _rows(grad_mixed),
+        None if value is not None else _numbers(grad_out),
+        _numbers(delta),
     )
-    targets = Pass(inputs, dst_ptr, src_index, edge_id)
-    at_targets = _visit_targets(targets, inputs, attended, grads, needs)
-    at_sources: tuple[Tensor | None, Tensor | None] = (None, None)
-    along_edges = at_sources
+    grad_query, grad_query_edge = _empty_like(query, needs[0]), _empty_like(query_edge, needs[4])
+    targets = Pass(query, key, value, edge_attr, dst_ptr, src_index)
+    sums, parts = _at_targets(targets, delta, grad_query, grad_query_edge)
+    ordered = (targets.order, edge_id, random, scale)
+    targets.visit(backward.visit_targets, *inputs, *ordered, *given, *sums[1:], *parts)
+    targets.merge(backward.merge_targets, query.size(-2), targets.order, scale, *sums, *parts)
+
+    grad_key, grad_value = _empty_like(key, needs[1]), _empty_like(value, needs[2])
+    grad_bias = grad_edge_attr = None
     if needs[1] or needs[2] or needs[3] or needs[5]:
-        by_source = arguments.by_source(src_ptr, dst_index, edge_id_by_src)
-        sources = Pass(inputs, *by_source, tiles_of_keys=True)
-        at_sources, along_edges = _visit_sources(sources, inputs, attended, grads, needs)
-    gradients = (at_targets[0], *at_sources, along_edges[0], at_targets[1], along_edges[1])
+        ptr, dst_index, edge_id = arguments.by_source(src_ptr, dst_index, edge_id_by_src)
+        sources = Pass(query, key, value, edge_attr, ptr, dst_index, tiles_of_keys=True)
+        order, plan = sources.order, sources.plan
+        # Sums over what shares a bias or edge features are taken afterwards, in a fixed order.
+        if needs[3]:
+            grad_bias = delta.new_empty(sources.batch, order.edges, query.size(-2))
+        if needs[5]:
+            tiles = sources.batch * sources.tiles * plan.parts
+            grad_edge_attr = delta.new_empty(tiles, order.edges, plan.edge_dim)
+        results = (_rows(grad_key), _rows(grad_value))
+        parts = (
+            _rows(sources.empty_parts(plan.key_heads, plan.head_dim)) if needs[1] else None,
+            _rows(sources.empty_parts(plan.key_heads, plan.value_dim)) if needs[2] else None,
+        )
+        along_edges = (_numbers(grad_bias), _numbers(grad_edge_attr))
+        ordered = (order, edge_id, random, scale)
+        sources.visit(
+            backward.visit_sources, *inputs, *ordered, *given, *results, *along_edges, *parts
+        )
+        if needs[1] or needs[2]:
+            sources.merge(backward.merge_sources, plan.key_heads, order, *results, *parts)
+        if grad_bias is not None and bias is not None and bias.dim() == 2:
+            grad_bias = grad_bias.sum(0)
+        if grad_edge_attr is not None:
+            grad_edge_attr = grad_edge_attr.sum(0)
+    gradients = (grad_query, grad_key, grad_value, grad_bias, grad_query_edge, grad_edge_attr)
     return [
         gradient.view(x.shape).to(x.dtype)
         for x, gradient in zip(tensors, gradients, strict=True)
@@ -130,63 +159,20 @@ def attention_backward(
     ]
 
 
-def _visit_targets(
-    targets: Pass, inputs: Inputs, attended: Attended, grads: Gradients, needs: list[bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    """Delta, in ``grads``, and the gradients of query and query_edge."""
-    plan, heads = targets.plan, inputs.query.data.size(-2)
-    grad_query = _empty_like(inputs.query, needs[0])
-    grad_query_edge = _empty_like(inputs.query_edge, needs[4])
-    results = TargetGradients(grads.delta, _rows(grad_query), _rows(grad_query_edge), None, None)
-    dims = (1, *(plan.head_dim, plan.edge_dim) * 2)
-    asked = (True, *(needs[0], needs[4]) * 2)
-    parts = TargetGradients(
-        *(
-            _rows(targets.empty_parts(heads, dim)) if need else None
-            for dim, need in zip(dims, asked, strict=True)
-        )
-    )
-    order = targets.order
-    targets.visit(backward.visit_targets, inputs, order, attended, grads, results, parts)
-    targets.merge(backward.merge_targets, heads, order, results, parts, inputs.scale)
-    return grad_query, grad_query_edge
+def _at_targets(
+    targets: Pass, delta: Tensor, grad_query: Tensor | None, grad_query_edge: Tensor | None
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Rows of delta and the gradients at targets, and of what pieces sum up for them."""
+    heads = delta.size(-1)
 
+    def two_sums(gradient: Tensor | None) -> list[Any]:
+        if gradient is None:
+            return [None, None]
+        return [_rows(targets.empty_parts(heads, gradient.size(-1))) for _ in range(2)]
 
-def _visit_sources(
-    sources: Pass, inputs: Inputs, attended: Attended, grads: Gradients, needs: list[bool]
-) -> tuple[tuple[Tensor | None, Tensor | None], tuple[Tensor | None, Tensor | None]]:
-    """The gradients of key and value, and those of bias and edge_attr."""
-    plan, order = sources.plan, sources.order
-    query, bias, edge_attr = inputs.query.data, inputs.bias, inputs.edge_attr
-    grad_key, grad_value = _empty_like(inputs.key, needs[1]), _empty_like(inputs.value, needs[2])
-    # What a batch or the tiles of heads share is kept apart first, for a sum in a fixed order.
-    grad_bias = grad_edge_attr = None
-    if needs[3]:
-        shape = (sources.batch, order.edges, query.size(-2))
-        grad_bias = query.new_empty(shape, dtype=torch.float32)
-    if needs[5]:
-        shape = (sources.batch * sources.tiles * plan.parts, *edge_attr.shape)
-        grad_edge_attr = query.new_empty(shape, dtype=torch.float32)
-    results = SourceGradients(
-        _rows(grad_key),
-        _rows(grad_value),
-        _numbers(grad_bias),
-        None if grad_edge_attr is None else Rows(grad_edge_attr, edge_attr.numel(), plan.edge_dim),
-    )
-    parts = SourceGradients(
-        _rows(sources.empty_parts(plan.key_heads, plan.head_dim)) if needs[1] else None,
-        _rows(sources.empty_parts(plan.key_heads, plan.value_dim)) if needs[2] else None,
-        None,
-        None,
-    )
-    sources.visit(backward.visit_sources, inputs, order, attended, grads, results, parts)
-    if needs[1] or needs[2]:
-        sources.merge(backward.merge_sources, plan.key_heads, order, results, parts)
-    if grad_bias is not None and bias.data.dim() == 3:
-        grad_bias = grad_bias.sum(0)
-    if grad_edge_attr is not None:
-        grad_edge_attr = grad_edge_attr.sum(0)
-    return (grad_key, grad_value), (grad_bias, grad_edge_attr)
+    sums = (_numbers(delta), _rows(grad_query), _rows(grad_query_edge))
+    part_delta = _rows(targets.empty_parts(heads, 1))
+    return sums, (part_delta, *two_sums(grad_query), *two_sums(grad_query_edge))
 
 
 class Pass:
@@ -194,21 +180,22 @@ class Pass:
 
     def __init__(
         self,
-        inputs: Inputs,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None,
+        edge_attr: Tensor | None,
         ptr: Tensor,
         other: Tensor,
-        edge_id: Tensor | None,
         *,
         tiles_of_keys: bool = False,
     ) -> None:
         num_rows, num_edges = ptr.numel() - 1, other.numel()
-        self.plan = plan = _plan(inputs, num_rows, num_edges)
+        self.plan = plan = _plan(query, key, value, edge_attr, num_rows, num_edges)
         slots = 2 * triton.cdiv(num_edges, CHUNK) if num_edges > CHUNK else 0
         units = slots + triton.cdiv(num_rows, plan.rows)
-        self.order = Order(ptr, other, edge_id, num_rows, num_edges, slots, units)
+        self.order = Order(ptr, other, num_rows, num_edges, slots, units)
         self.tiles = triton.cdiv(plan.key_heads, plan.keys) * (1 if tiles_of_keys else plan.parts)
-        self.query = inputs.query.data
-        self.batch = inputs.query.data.shape[:-3].numel()
+        self.query, self.batch = query, query.shape[:-3].numel()
 
     def empty_parts(self, heads: int, dim: int) -> Tensor:
         """What pieces of rows leave in their slots, ``[batch, slots, heads, dim]``."""
@@ -229,14 +216,12 @@ class Pass:
 
     def _describe(self, kernel: Any, operands: tuple[Any, ...]) -> str:
         """All that the best sizes of a kernel may depend on."""
-        inputs, order = operands[0], self.order
-        options = [name for name in ("bias", "dropout") if getattr(inputs, name) is not None]
+        order = self.order
+        given = "".join("." if operand is None else "x" for operand in operands)
         degree = 2 ** round(math.log2(max(1, order.edges) / max(1, order.rows)))
         device = torch.cuda.get_device_name(self.query.device) if self.query.is_cuda else "cpu"
         plan = self.plan._replace(rows=0)
-        return (
-            f"{device}: {kernel.__name__}, {self.query.dtype}, {plan}, {options}, degree {degree}"
-        )
+        return f"{device}: {kernel.__name__} {given}, {self.query.dtype}, {plan}, degree {degree}"
 
     def merge(self, kernel: Any, heads: int, *operands: Any) -> None:
         """Runs a kernel that puts together rows that were cut, if there can be any."""
@@ -255,13 +240,19 @@ class Pass:
             return kernel[grid](*operands, num_warps=warps, enable_fp_fusion=True)
 
 
-def _plan(inputs: Inputs, num_rows: int, num_edges: int) -> Plan:
+def _plan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    edge_attr: Tensor | None,
+    num_rows: int,
+    num_edges: int,
+) -> Plan:
     """Sizes for these inputs. Only the rows of a program depend on the graph: no result does."""
-    heads, head_dim = inputs.query.data.shape[-2:]
-    key_heads = inputs.key.data.size(-2)
+    (heads, head_dim), key_heads = query.shape[-2:], key.size(-2)
     group = heads // key_heads
-    value_dim = 0 if inputs.value is None else inputs.value.data.size(-1)
-    edge_dim = 0 if inputs.edge_attr is None else inputs.edge_attr.size(-1)
+    value_dim = 0 if value is None else value.size(-1)
+    edge_dim = 0 if edge_attr is None else edge_attr.size(-1)
     channels = triton.next_power_of_2(max(head_dim, value_dim, edge_dim, 1))
     most_heads = max(1, TILE_CHANNELS // channels)
     shared = min(triton.next_power_of_2(group), most_heads)
@@ -285,24 +276,17 @@ def _inputs(
     bias: Tensor | None,
     query_edge: Tensor | None,
     edge_attr: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    dropout: float,
-) -> Inputs:
-    random = None
-    if seed is not None:
-        factor = 1.0 if dropout == 1.0 else 1.0 / (1.0 - dropout)
-        random = Dropout(seed.to(query.device, non_blocking=True), round(dropout * 2**32), factor)
-    return Inputs(
-        _rows(query),
-        _rows(key),
-        _rows(value),
-        _numbers(bias),
-        _rows(query_edge),
-        None if edge_attr is None else edge_attr.contiguous(),
-        random,
-        scale,
-    )
+) -> tuple[Any, ...]:
+    """What attention is computed from, as the kernels read it."""
+    features = None if edge_attr is None else edge_attr.contiguous()
+    return _rows(query), _rows(key), _rows(value), _numbers(bias), _rows(query_edge), features
+
+
+def _dropout(seed: Tensor | None, dropout: float, query: Tensor) -> Dropout | None:
+    if seed is None:
+        return None
+    factor = 1.0 if dropout == 1.0 else 1.0 / (1.0 - dropout)
+    return Dropout(seed.to(query.device, non_blocking=True), round(dropout * 2**32), factor)
 
 
 def _rows(tensor: Tensor | None) -> Any:
@@ -320,7 +304,7 @@ def _largest_and_total(softmax: Tensor) -> tuple[Rows, Rows]:
     return _rows(softmax.select(-2, 0).unsqueeze(-1)), _rows(softmax.select(-2, 1).unsqueeze(-1))
 
 
-def _empty_like(rows: Rows | None, needed: bool) -> Tensor | None:
-    if rows is None or not needed:
+def _empty_like(tensor: Tensor | None, needed: bool) -> Tensor | None:
+    if tensor is None or not needed:
         return None
-    return torch.empty_like(rows.data, memory_format=torch.contiguous_format)
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)

@@ -36,11 +36,11 @@ __all__ = ["merge_sources", "merge_targets", "visit_sources", "visit_targets"]
 
 
 @triton.jit
-def weight_gradient(grads, g, v, g_mixed, x, batch, edge, heads, valid):
+def weight_gradient(grad_weights, g, v, g_mixed, x, batch, edge, heads, valid):
     """``g`` of each edge and head, before dropout, ``[block, heads]``."""
     gradient = tl.zeros([valid.shape[0], heads.query.shape[0]], tl.float32)
-    if grads.weights is not None:
-        gradient += number_tile(grads.weights, batch, edge, heads, valid)
+    if grad_weights is not None:
+        gradient += number_tile(grad_weights, batch, edge, heads, valid)
     if v is not None:
         gradient += tl.sum(g * v, axis=2)
     if g_mixed is not None:
@@ -50,7 +50,9 @@ def weight_gradient(grads, g, v, g_mixed, x, batch, edge, heads, valid):
 
 @triton.jit
 def finish_target(
-    results,
+    delta_rows,
+    grad_query,
+    grad_query_edge,
     batch,
     row,
     heads,
@@ -64,18 +66,42 @@ def finish_target(
 ):
     """Stores delta and the gradients of one target from what it summed up."""
     one = tl.arange(0, 1)
-    store_numbers(results.delta, batch, row + one, heads, one == 0, delta[None, :])
-    if results.keys is not None:
+    store_numbers(delta_rows, batch, row + one, heads, one == 0, delta[None, :])
+    if grad_query is not None:
         gradient = (keys - delta[:, None] * weighted_keys) * scale
-        store_row(results.keys, batch, row, heads, gradient, plan.head_dim)
-    if results.features is not None:
+        store_row(grad_query, batch, row, heads, gradient, plan.head_dim)
+    if grad_query_edge is not None:
         gradient = (features - delta[:, None] * weighted_features) * scale
-        store_row(results.features, batch, row, heads, gradient, plan.edge_dim)
+        store_row(grad_query_edge, batch, row, heads, gradient, plan.edge_dim)
 
 
 @triton.jit
 def visit_targets(
-    inputs, order, softmax, grads, results, parts, TILES: tl.constexpr, plan: tl.constexpr
+    query,
+    key,
+    value,
+    bias,
+    query_edge,
+    edge_attr,
+    order,
+    edge_id,
+    dropout,
+    scale,
+    largest_rows,
+    inverse_rows,
+    grad_out,
+    grad_mixed,
+    grad_weights,
+    delta_rows,
+    grad_query,
+    grad_query_edge,
+    part_delta,
+    part_keys,
+    part_weighted_keys,
+    part_features,
+    part_weighted_features,
+    TILES: tl.constexpr,
+    plan: tl.constexpr,
 ):
     """Results of all targets but those that are cut, and of these the parts."""
     unit = unit_of(order, TILES, plan)
@@ -86,50 +112,52 @@ def visit_targets(
         if own:
             one = tl.arange(0, 1)
             # [1, heads, channels], and [1, heads]
-            q = row_tile(inputs.query, batch, row, tile, plan.head_dim, plan, False)
-            q_edge = row_tile(inputs.query_edge, batch, row, tile, plan.edge_dim, plan, False)
-            g = row_tile(grads.out, batch, row, tile, plan.value_dim, plan, False)
+            q = row_tile(query, batch, row, tile, plan.head_dim, plan, False)
+            q_edge = row_tile(query_edge, batch, row, tile, plan.edge_dim, plan, False)
+            g = row_tile(grad_out, batch, row, tile, plan.value_dim, plan, False)
             g_mixed = None
-            if grads.mixed is not None:
-                g_mixed = row_tile(grads.mixed, batch, row, tile, plan.edge_dim, plan, False)
-            largest = number_tile(softmax.largest, batch, row + one, heads, one == 0)
-            inverse = number_tile(softmax.total, batch, row + one, heads, one == 0)
+            if grad_mixed is not None:
+                g_mixed = row_tile(grad_mixed, batch, row, tile, plan.edge_dim, plan, False)
+            largest = number_tile(largest_rows, batch, row + one, heads, one == 0)
+            inverse = number_tile(inverse_rows, batch, row + one, heads, one == 0)
             delta = tl.zeros(heads.query.shape, tl.float32)
             keys = zeros(heads, plan.head_dim)
             features = zeros(heads, plan.edge_dim)
             weighted_keys = zeros(heads, plan.head_dim)
             weighted_features = zeros(heads, plan.edge_dim)
             for block in range(begin, end, plan.block):
-                source, edge, valid = edges_at(block, end, order, plan)
+                source, edge, valid = edges_at(block, end, order, edge_id, plan)
                 # [block, heads, channels]
-                k = node_tile(inputs.key, batch, source, tile, valid, plan.head_dim, plan, True)
-                v = node_tile(inputs.value, batch, source, tile, valid, plan.value_dim, plan, True)
-                x = edge_tile(inputs.edge_attr, edge, valid, plan.edge_dim)
+                k = node_tile(key, batch, source, tile, valid, plan.head_dim, plan, True)
+                v = node_tile(value, batch, source, tile, valid, plan.value_dim, plan, True)
+                x = edge_tile(edge_attr, edge, valid, plan.edge_dim)
                 # [block, heads]
-                scores = score(q, k, q_edge, x, inputs, batch, edge, heads, valid)
+                scores = score(q, k, q_edge, x, bias, batch, edge, heads, valid, scale)
                 weight = tl.exp(scores - largest) * inverse
-                gradient = weight_gradient(grads, g, v, g_mixed, x, batch, edge, heads, valid)
-                if inputs.dropout is not None:
-                    keep = kept(inputs.dropout, batch, edge, heads)
-                    gradient = tl.where(keep, gradient * inputs.dropout.factor, 0.0)
+                gradient = weight_gradient(
+                    grad_weights, g, v, g_mixed, x, batch, edge, heads, valid
+                )
+                if dropout is not None:
+                    keep = kept(dropout, batch, edge, heads)
+                    gradient = tl.where(keep, gradient * dropout.factor, 0.0)
                 gradient *= weight
                 delta += tl.sum(gradient, axis=0)
-                if results.keys is not None:
+                if grad_query is not None:
                     keys += tl.sum(gradient[:, :, None] * k, axis=0)
                     weighted_keys += tl.sum(weight[:, :, None] * k, axis=0)
-                if results.features is not None:
+                if grad_query_edge is not None:
                     features += tl.sum(gradient[:, :, None] * x, axis=0)
                     weighted_features += tl.sum(weight[:, :, None] * x, axis=0)
             if unit.is_piece:
                 slot = unit.slot
-                store_numbers(parts.delta, batch, slot + one, heads, one == 0, delta[None, :])
-                if results.keys is not None:
-                    store_row(parts.keys, batch, slot, heads, keys, plan.head_dim)
-                    store_row(parts.weighted_keys, batch, slot, heads, weighted_keys, plan.head_dim)
-                if results.features is not None:
-                    store_row(parts.features, batch, slot, heads, features, plan.edge_dim)
+                store_numbers(part_delta, batch, slot + one, heads, one == 0, delta[None, :])
+                if grad_query is not None:
+                    store_row(part_keys, batch, slot, heads, keys, plan.head_dim)
+                    store_row(part_weighted_keys, batch, slot, heads, weighted_keys, plan.head_dim)
+                if grad_query_edge is not None:
+                    store_row(part_features, batch, slot, heads, features, plan.edge_dim)
                     store_row(
-                        parts.weighted_features,
+                        part_weighted_features,
                         batch,
                         slot,
                         heads,
@@ -138,11 +166,13 @@ def visit_targets(
                     )
             else:
                 finish_target(
-                    results,
+                    delta_rows,
+                    grad_query,
+                    grad_query_edge,
                     batch,
                     row,
                     heads,
-                    inputs.scale,
+                    scale,
                     delta,
                     keys,
                     features,
@@ -155,16 +185,30 @@ def visit_targets(
 @triton.jit
 def sum_of_parts(rows, batch, begin, end, head, DIM: tl.constexpr, plan: tl.constexpr):
     """``[1, channels]``: the sum over the pieces of a row that was cut."""
-    sums = tl.zeros([plan.merged, 1], tl.float32) + zeros(one_head(head), DIM)
+    MERGED: tl.constexpr = plan.merged
+    sums = tl.zeros([MERGED, 1], tl.float32) + zeros(one_head(head), DIM)
     if rows is not None:
-        for piece in range(0, tl.cdiv(end - begin, plan.chunk), plan.merged):
+        for piece in range(0, tl.cdiv(end - begin, plan.chunk), MERGED):
             slot, valid = pieces_at(piece, begin, end, plan)
             sums += part_tile(rows, batch, slot, head, valid, DIM)
     return tl.sum(sums, axis=0)[None, :]
 
 
 @triton.jit
-def merge_targets(order, results, parts, scale, HEADS: tl.constexpr, plan: tl.constexpr):
+def merge_targets(
+    order,
+    scale,
+    delta_rows,
+    grad_query,
+    grad_query_edge,
+    part_delta,
+    part_keys,
+    part_weighted_keys,
+    part_features,
+    part_weighted_features,
+    HEADS: tl.constexpr,
+    plan: tl.constexpr,
+):
     """Results of targets that were cut, from their parts."""
     batch, head, first, last = rows_to_merge(order, HEADS, plan)
     heads = one_head(head)
@@ -173,16 +217,18 @@ def merge_targets(order, results, parts, scale, HEADS: tl.constexpr, plan: tl.co
         end = tl.load(order.ptr + row + 1)
         if end - begin > plan.chunk:
             finish_target(
-                results,
+                delta_rows,
+                grad_query,
+                grad_query_edge,
                 batch,
                 row,
                 heads,
                 scale,
-                tl.sum(sum_of_parts(parts.delta, batch, begin, end, head, 1, plan), axis=1),
-                sum_of_parts(parts.keys, batch, begin, end, head, plan.head_dim, plan),
-                sum_of_parts(parts.features, batch, begin, end, head, plan.edge_dim, plan),
-                sum_of_parts(parts.weighted_keys, batch, begin, end, head, plan.head_dim, plan),
-                sum_of_parts(parts.weighted_features, batch, begin, end, head, plan.edge_dim, plan),
+                tl.sum(sum_of_parts(part_delta, batch, begin, end, head, 1, plan), axis=1),
+                sum_of_parts(part_keys, batch, begin, end, head, plan.head_dim, plan),
+                sum_of_parts(part_features, batch, begin, end, head, plan.edge_dim, plan),
+                sum_of_parts(part_weighted_keys, batch, begin, end, head, plan.head_dim, plan),
+                sum_of_parts(part_weighted_features, batch, begin, end, head, plan.edge_dim, plan),
                 plan,
             )
 
@@ -200,7 +246,30 @@ def store_keys(rows, batch, row, unit, values, DIM: tl.constexpr, plan: tl.const
 
 @triton.jit
 def visit_sources(
-    inputs, order, softmax, grads, results, parts, TILES: tl.constexpr, plan: tl.constexpr
+    query,
+    key,
+    value,
+    bias,
+    query_edge,
+    edge_attr,
+    order,
+    edge_id,
+    dropout,
+    scale,
+    largest_rows,
+    inverse_rows,
+    grad_out,
+    grad_mixed,
+    grad_weights,
+    delta_rows,
+    grad_key,
+    grad_value,
+    grad_bias,
+    grad_edge_attr,
+    part_key,
+    part_value,
+    TILES: tl.constexpr,
+    plan: tl.constexpr,
 ):
     """Gradients of all sources but those that are cut, of these the parts; those along edges."""
     unit = unit_of(order, TILES, plan)
@@ -214,76 +283,74 @@ def visit_sources(
                 tile = unit.tile * plan.parts + part
                 heads = all_heads_of(tile, plan)
                 # [1, heads, channels]
-                k = row_tile(inputs.key, batch, row, tile, plan.head_dim, plan, True)
-                v = row_tile(inputs.value, batch, row, tile, plan.value_dim, plan, True)
+                k = row_tile(key, batch, row, tile, plan.head_dim, plan, True)
+                v = row_tile(value, batch, row, tile, plan.value_dim, plan, True)
                 for block in range(begin, end, plan.block):
-                    target, edge, valid = edges_at(block, end, order, plan)
+                    target, edge, valid = edges_at(block, end, order, edge_id, plan)
                     # [block, heads, channels]
-                    q = node_tile(
-                        inputs.query, batch, target, tile, valid, plan.head_dim, plan, False
-                    )
-                    g = node_tile(
-                        grads.out, batch, target, tile, valid, plan.value_dim, plan, False
-                    )
+                    q = node_tile(query, batch, target, tile, valid, plan.head_dim, plan, False)
+                    g = node_tile(grad_out, batch, target, tile, valid, plan.value_dim, plan, False)
                     q_edge = node_tile(
-                        inputs.query_edge, batch, target, tile, valid, plan.edge_dim, plan, False
+                        query_edge, batch, target, tile, valid, plan.edge_dim, plan, False
                     )
                     g_mixed = None
-                    if grads.mixed is not None:
+                    if grad_mixed is not None:
                         g_mixed = node_tile(
-                            grads.mixed, batch, target, tile, valid, plan.edge_dim, plan, False
+                            grad_mixed, batch, target, tile, valid, plan.edge_dim, plan, False
                         )
-                    x = edge_tile(inputs.edge_attr, edge, valid, plan.edge_dim)
+                    x = edge_tile(edge_attr, edge, valid, plan.edge_dim)
                     # [block, heads]
-                    largest = number_tile(softmax.largest, batch, target, heads, valid)
-                    inverse = number_tile(softmax.total, batch, target, heads, valid)
-                    delta = number_tile(grads.delta, batch, target, heads, valid)
-                    scores = score(q, k, q_edge, x, inputs, batch, edge, heads, valid)
+                    largest = number_tile(largest_rows, batch, target, heads, valid)
+                    inverse = number_tile(inverse_rows, batch, target, heads, valid)
+                    delta = number_tile(delta_rows, batch, target, heads, valid)
+                    scores = score(q, k, q_edge, x, bias, batch, edge, heads, valid, scale)
                     weight = tl.exp(scores - largest) * inverse
-                    gradient = weight_gradient(grads, g, v, g_mixed, x, batch, edge, heads, valid)
+                    gradient = weight_gradient(
+                        grad_weights, g, v, g_mixed, x, batch, edge, heads, valid
+                    )
                     kept_weight = weight
-                    if inputs.dropout is not None:
-                        keep = kept(inputs.dropout, batch, edge, heads)
-                        gradient = tl.where(keep, gradient * inputs.dropout.factor, 0.0)
-                        kept_weight = tl.where(keep, weight * inputs.dropout.factor, 0.0)
+                    if dropout is not None:
+                        keep = kept(dropout, batch, edge, heads)
+                        gradient = tl.where(keep, gradient * dropout.factor, 0.0)
+                        kept_weight = tl.where(keep, weight * dropout.factor, 0.0)
                     of_score = weight * (gradient - delta)
-                    if results.key is not None:
+                    if grad_key is not None:
                         key_gradient += tl.sum(of_score[:, :, None] * q, axis=0)
-                    if results.value is not None:
+                    if grad_value is not None:
                         value_gradient += tl.sum(kept_weight[:, :, None] * g, axis=0)
-                    if results.bias is not None:
-                        store_numbers(results.bias, batch, edge, heads, valid, of_score)
-                    if results.edge_attr is not None:
-                        of_edge = tl.sum((of_score * inputs.scale)[:, :, None] * q_edge, axis=1)
+                    if grad_bias is not None:
+                        store_numbers(grad_bias, batch, edge, heads, valid, of_score)
+                    if grad_edge_attr is not None:
+                        of_edge = tl.sum((of_score * scale)[:, :, None] * q_edge, axis=1)
                         if g_mixed is not None:
                             of_edge += tl.sum(kept_weight[:, :, None] * g_mixed, axis=1)
                         channel = tl.arange(0, of_edge.shape[1])
                         of_tile = batch * TILES * plan.parts + tile
-                        at = of_tile * results.edge_attr.batch_stride + edge * plan.edge_dim
+                        at = of_tile * grad_edge_attr.batch_stride + edge * plan.edge_dim
                         tl.store(
-                            results.edge_attr.data + at[:, None] + channel[None, :],
+                            grad_edge_attr.data + at[:, None] + channel[None, :],
                             of_edge,
                             mask=valid[:, None] & (channel < plan.edge_dim)[None, :],
                         )
-            key_gradient *= inputs.scale
-            if results.key is not None:
+            key_gradient *= scale
+            if grad_key is not None:
                 if unit.is_piece:
-                    store_keys(parts.key, batch, unit.slot, unit, key_gradient, plan.head_dim, plan)
+                    store_keys(part_key, batch, unit.slot, unit, key_gradient, plan.head_dim, plan)
                 else:
-                    store_keys(results.key, batch, row, unit, key_gradient, plan.head_dim, plan)
-            if results.value is not None:
+                    store_keys(grad_key, batch, row, unit, key_gradient, plan.head_dim, plan)
+            if grad_value is not None:
                 if unit.is_piece:
                     store_keys(
-                        parts.value, batch, unit.slot, unit, value_gradient, plan.value_dim, plan
+                        part_value, batch, unit.slot, unit, value_gradient, plan.value_dim, plan
                     )
                 else:
-                    store_keys(
-                        results.value, batch, row, unit, value_gradient, plan.value_dim, plan
-                    )
+                    store_keys(grad_value, batch, row, unit, value_gradient, plan.value_dim, plan)
 
 
 @triton.jit
-def merge_sources(order, results, parts, HEADS: tl.constexpr, plan: tl.constexpr):
+def merge_sources(
+    order, grad_key, grad_value, part_key, part_value, HEADS: tl.constexpr, plan: tl.constexpr
+):
     """Gradients of sources that were cut, from their parts."""
     batch, head, first, last = rows_to_merge(order, HEADS, plan)
     heads = one_head(head)
@@ -291,9 +358,9 @@ def merge_sources(order, results, parts, HEADS: tl.constexpr, plan: tl.constexpr
         begin = tl.load(order.ptr + row)
         end = tl.load(order.ptr + row + 1)
         if end - begin > plan.chunk:
-            if results.key is not None:
-                gradient = sum_of_parts(parts.key, batch, begin, end, head, plan.head_dim, plan)
-                store_row(results.key, batch, row, heads, gradient, plan.head_dim)
-            if results.value is not None:
-                gradient = sum_of_parts(parts.value, batch, begin, end, head, plan.value_dim, plan)
-                store_row(results.value, batch, row, heads, gradient, plan.value_dim)
+            if grad_key is not None:
+                gradient = sum_of_parts(part_key, batch, begin, end, head, plan.head_dim, plan)
+                store_row(grad_key, batch, row, heads, gradient, plan.head_dim)
+            if grad_value is not None:
+                gradient = sum_of_parts(part_value, batch, begin, end, head, plan.value_dim, plan)
+                store_row(grad_value, batch, row, heads, gradient, plan.value_dim)

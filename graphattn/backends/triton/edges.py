@@ -19,22 +19,16 @@ import triton
 import triton.language as tl
 
 __all__ = [
-    "LOWEST",
     "Attended",
     "Dropout",
-    "Gradients",
     "Heads",
-    "Inputs",
     "Order",
     "Plan",
     "Rows",
-    "SourceGradients",
-    "TargetGradients",
     "all_heads_of",
     "edge_tile",
     "edges_at",
     "edges_of",
-    "heads_of",
     "kept",
     "node_tile",
     "number_tile",
@@ -73,25 +67,11 @@ class Dropout(NamedTuple):
     factor: Any
 
 
-class Inputs(NamedTuple):
-    """What attention is computed from. ``None`` for what is not given."""
-
-    query: Any  # Rows, as are the next four
-    key: Any
-    value: Any
-    bias: Any
-    query_edge: Any
-    edge_attr: Any  # [num_edges, edge_dim], contiguous
-    dropout: Any
-    scale: Any
-
-
 class Order(NamedTuple):
     """Edges sorted by the rows of a pass, and how the work is divided."""
 
     ptr: Any  # [rows + 1]
     other: Any  # [edges], the node at the other end
-    edge_id: Any  # [edges], the caller's position, or None where it is this one
     rows: Any
     edges: Any
     slots: Any  # 0 where no row can be long enough to be cut
@@ -105,41 +85,6 @@ class Attended(NamedTuple):
     total: Any  # sum of exponentials; of a finished target, its reciprocal
     value: Any
     feature: Any
-
-
-class Gradients(NamedTuple):
-    """Rows for the gradients of the results, and for delta of each target and head."""
-
-    out: Any
-    mixed: Any
-    weights: Any
-    delta: Any
-
-
-class TargetGradients(NamedTuple):
-    """Rows for what the pass over targets sums up: for a piece, and for a finished target.
-
-    Of a target, ``keys`` are the gradient of its query and ``features`` that of its query_edge.
-    ``None`` for what is not asked for.
-    """
-
-    delta: Any
-    keys: Any
-    features: Any
-    weighted_keys: Any  # of a piece only, as the next
-    weighted_features: Any
-
-
-class SourceGradients(NamedTuple):
-    """Rows for what the pass over sources gives: gradients of sources, and along edges.
-
-    ``edge_attr`` has one batch for each batch and tile of heads.
-    """
-
-    key: Any
-    value: Any
-    bias: Any
-    edge_attr: Any
 
 
 class Plan(NamedTuple):
@@ -238,13 +183,13 @@ def edges_of(row, unit, order, plan: tl.constexpr):
 
 
 @triton.jit
-def edges_at(block, end, order, plan: tl.constexpr):
+def edges_at(block, end, order, edge_id, plan: tl.constexpr):
     """``(other, edge, valid)``, each ``[block]``: node at the other end, caller's position."""
     place = block + tl.arange(0, plan.block).to(tl.int64)
     valid = place < end
     edge = place
-    if order.edge_id is not None:
-        edge = tl.load(order.edge_id + place, mask=valid, other=0)
+    if edge_id is not None:  # else the caller's order is this one
+        edge = tl.load(edge_id + place, mask=valid, other=0)
     return tl.load(order.other + place, mask=valid, other=0), edge, valid
 
 
@@ -347,16 +292,16 @@ def edge_tile(edge_attr, edge, valid, DIM: tl.constexpr):
 
 
 @triton.jit
-def score(q, k, q_edge, features, inputs, batch, edge, heads, valid):
+def score(q, k, q_edge, features, bias, batch, edge, heads, valid, scale):
     """Scores ``[block, heads]``, and minus infinity where there is no edge."""
     scores = tl.zeros([valid.shape[0], heads.query.shape[0]], tl.float32)
     if k is not None:
         scores += tl.sum(q * k, axis=2)
     if features is not None:
         scores += tl.sum(q_edge * features, axis=2)
-    scores *= inputs.scale
-    if inputs.bias is not None:
-        scores += number_tile(inputs.bias, batch, edge, heads, valid)
+    scores *= scale
+    if bias is not None:
+        scores += number_tile(bias, batch, edge, heads, valid)
     return tl.where(valid[:, None], scores, LOWEST)
 
 

@@ -46,7 +46,22 @@ def finish(
 
 
 @triton.jit
-def attend(inputs, order, results, parts, TILES: tl.constexpr, plan: tl.constexpr):
+def attend(
+    query,
+    key,
+    value,
+    bias,
+    query_edge,
+    edge_attr,
+    order,
+    edge_id,
+    dropout,
+    scale,
+    results,
+    parts,
+    TILES: tl.constexpr,
+    plan: tl.constexpr,
+):
     """Results of all targets but those that are cut, and of these the parts, both Attended."""
     unit = unit_of(order, TILES, plan)
     batch, tile = unit.batch, unit.tile
@@ -55,28 +70,28 @@ def attend(inputs, order, results, parts, TILES: tl.constexpr, plan: tl.constexp
         begin, end, own = edges_of(row, unit, order, plan)
         if own:
             # [1, heads, channels]
-            q = row_tile(inputs.query, batch, row, tile, plan.head_dim, plan, False)
-            q_edge = row_tile(inputs.query_edge, batch, row, tile, plan.edge_dim, plan, False)
+            q = row_tile(query, batch, row, tile, plan.head_dim, plan, False)
+            q_edge = row_tile(query_edge, batch, row, tile, plan.edge_dim, plan, False)
             largest = tl.full(heads.query.shape, LOWEST, tl.float32)
             total = tl.zeros(heads.query.shape, tl.float32)
             values = zeros(heads, plan.value_dim)
             features = zeros(heads, plan.edge_dim)
             for block in range(begin, end, plan.block):
-                source, edge, valid = edges_at(block, end, order, plan)
+                source, edge, valid = edges_at(block, end, order, edge_id, plan)
                 # [block, heads, channels]
-                k = node_tile(inputs.key, batch, source, tile, valid, plan.head_dim, plan, True)
-                v = node_tile(inputs.value, batch, source, tile, valid, plan.value_dim, plan, True)
-                x = edge_tile(inputs.edge_attr, edge, valid, plan.edge_dim)
+                k = node_tile(key, batch, source, tile, valid, plan.head_dim, plan, True)
+                v = node_tile(value, batch, source, tile, valid, plan.value_dim, plan, True)
+                x = edge_tile(edge_attr, edge, valid, plan.edge_dim)
                 # [block, heads]
-                scores = score(q, k, q_edge, x, inputs, batch, edge, heads, valid)
+                scores = score(q, k, q_edge, x, bias, batch, edge, heads, valid, scale)
                 before = largest
                 largest = tl.maximum(before, tl.max(scores, axis=0))
                 finite = tl.where(largest == LOWEST, 0.0, largest)
                 shrink = tl.exp(before - finite)
                 weight = tl.exp(scores - finite[None, :])
                 total = total * shrink + tl.sum(weight, axis=0)
-                if inputs.dropout is not None:
-                    weight = tl.where(kept(inputs.dropout, batch, edge, heads), weight, 0.0)
+                if dropout is not None:
+                    weight = tl.where(kept(dropout, batch, edge, heads), weight, 0.0)
                 if v is not None:
                     values = values * shrink[:, None] + tl.sum(weight[:, :, None] * v, axis=0)
                 if x is not None:
@@ -98,7 +113,7 @@ def attend(inputs, order, results, parts, TILES: tl.constexpr, plan: tl.constexp
                     total,
                     values,
                     features,
-                    inputs.dropout,
+                    dropout,
                     plan,
                 )
 
@@ -106,6 +121,7 @@ def attend(inputs, order, results, parts, TILES: tl.constexpr, plan: tl.constexp
 @triton.jit
 def merge(order, results, parts, dropout, HEADS: tl.constexpr, plan: tl.constexpr):
     """Results of targets that were cut, from their parts."""
+    MERGED: tl.constexpr = plan.merged
     batch, head, first, last = rows_to_merge(order, HEADS, plan)
     heads = one_head(head)
     for row in range(first, last):
@@ -113,12 +129,12 @@ def merge(order, results, parts, dropout, HEADS: tl.constexpr, plan: tl.constexp
         end = tl.load(order.ptr + row + 1)
         if end - begin > plan.chunk:
             # Each lane has sums of its own until the end: [merged, 1], and [merged, channels].
-            lanes = tl.zeros([plan.merged, 1], tl.float32)
+            lanes = tl.zeros([MERGED, 1], tl.float32)
             largest = lanes + LOWEST
             total = lanes
             values = lanes + zeros(heads, plan.value_dim)
             features = lanes + zeros(heads, plan.edge_dim)
-            for piece in range(0, tl.cdiv(end - begin, plan.chunk), plan.merged):
+            for piece in range(0, tl.cdiv(end - begin, plan.chunk), MERGED):
                 slot, valid = pieces_at(piece, begin, end, plan)
                 top = part_tile(parts.largest, batch, slot, head, valid, 1)
                 top = tl.where(valid[:, None], top, LOWEST)
@@ -141,7 +157,20 @@ def merge(order, results, parts, dropout, HEADS: tl.constexpr, plan: tl.constexp
 
 
 @triton.jit
-def weigh(inputs, order, softmax, weights, TILES: tl.constexpr, plan: tl.constexpr):
+def weigh(
+    query,
+    key,
+    bias,
+    query_edge,
+    edge_attr,
+    order,
+    edge_id,
+    scale,
+    softmax,
+    weights,
+    TILES: tl.constexpr,
+    plan: tl.constexpr,
+):
     """The weight of each edge, from the softmax of its target, Attended."""
     unit = unit_of(order, TILES, plan)
     batch, tile = unit.batch, unit.tile
@@ -150,14 +179,14 @@ def weigh(inputs, order, softmax, weights, TILES: tl.constexpr, plan: tl.constex
         begin, end, own = edges_of(row, unit, order, plan)
         if own:
             one = tl.arange(0, 1)
-            q = row_tile(inputs.query, batch, row, tile, plan.head_dim, plan, False)
-            q_edge = row_tile(inputs.query_edge, batch, row, tile, plan.edge_dim, plan, False)
+            q = row_tile(query, batch, row, tile, plan.head_dim, plan, False)
+            q_edge = row_tile(query_edge, batch, row, tile, plan.edge_dim, plan, False)
             largest = number_tile(softmax.largest, batch, row + one, heads, one == 0)
             inverse = number_tile(softmax.total, batch, row + one, heads, one == 0)
             for block in range(begin, end, plan.block):
-                source, edge, valid = edges_at(block, end, order, plan)
-                k = node_tile(inputs.key, batch, source, tile, valid, plan.head_dim, plan, True)
-                x = edge_tile(inputs.edge_attr, edge, valid, plan.edge_dim)
-                scores = score(q, k, q_edge, x, inputs, batch, edge, heads, valid)
+                source, edge, valid = edges_at(block, end, order, edge_id, plan)
+                k = node_tile(key, batch, source, tile, valid, plan.head_dim, plan, True)
+                x = edge_tile(edge_attr, edge, valid, plan.edge_dim)
+                scores = score(q, k, q_edge, x, bias, batch, edge, heads, valid, scale)
                 weight = tl.exp(scores - largest) * inverse
                 store_numbers(weights, batch, edge, heads, valid, weight)
