@@ -135,12 +135,12 @@ def attention_backward(
         if needs[5]:
             tiles = sources.batch * sources.tiles * plan.parts
             grad_edge_attr = delta.new_empty(tiles, order.edges, plan.edge_dim)
-        results = (_rows(grad_key), _rows(grad_value))
+        results = (_rows(_filled(grad_key)), _rows(_filled(grad_value)))
         parts = (
             _rows(sources.empty_parts(plan.key_heads, plan.head_dim)) if needs[1] else None,
             _rows(sources.empty_parts(plan.key_heads, plan.value_dim)) if needs[2] else None,
         )
-        along_edges = (_numbers(grad_bias), _numbers(grad_edge_attr))
+        along_edges = (_numbers(grad_bias), _numbers(_filled(grad_edge_attr)))
         ordered = (order, edge_id, random, scale)
         sources.visit(
             backward.visit_sources, *inputs, *ordered, *given, *results, *along_edges, *parts
@@ -170,7 +170,7 @@ def _at_targets(
             return [None, None]
         return [_rows(targets.empty_parts(heads, gradient.size(-1))) for _ in range(2)]
 
-    sums = (_numbers(delta), _rows(grad_query), _rows(grad_query_edge))
+    sums = (_numbers(delta), _rows(_filled(grad_query)), _rows(_filled(grad_query_edge)))
     part_delta = _rows(targets.empty_parts(heads, 1))
     return sums, (part_delta, *two_sums(grad_query), *two_sums(grad_query_edge))
 
@@ -302,6 +302,11 @@ def _numbers(tensor: Tensor | None) -> Any:
 def _largest_and_total(softmax: Tensor) -> tuple[Rows, Rows]:
     """The halves of ``[*, N, 2, H]``."""
     return _rows(softmax.select(-2, 0).unsqueeze(-1)), _rows(softmax.select(-2, 1).unsqueeze(-1))
+
+
+def _filled(gradient: Tensor | None) -> Tensor | None:
+    """``None`` also where there are no channels to fill."""
+    return None if gradient is None or gradient.size(-1) == 0 else gradient
 
 
 def _empty_like(tensor: Tensor | None, needed: bool) -> Tensor | None:
