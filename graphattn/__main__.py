@@ -38,8 +38,13 @@ def main() -> None:
     for name in backends.NAMES:
         reason = backends.missing(name)
         rows.append((f"backend {name}", "available" if reason is None else f"missing: {reason}"))
-    chosen = backends.choose("auto", torch.device("cpu"), torch.float32, function="graphattn")
-    rows.append(("backend auto", f"takes {chosen} on CPU"))
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    chosen = [
+        f"{backends.choose('auto', torch.device(device), torch.float32, function='graphattn')} on "
+        f"{device.upper()}"
+        for device in devices
+    ]
+    rows.append(("backend auto", f"takes {', '.join(chosen)}"))
     width = max(len(name) for name, _ in rows)
     print("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
 

@@ -89,6 +89,27 @@ def test_training_learns_and_repeats_itself(script, tmp_path):
     assert losses[-1] < 0.9 * losses[0]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_autocast_and_compile_give_nearly_the_same(script, tmp_path, monkeypatch):
+    arguments = ["--dataset", "synthetic-arxiv-400", "--runs", "1", "--epochs", "2", *TINY]
+    arguments += ["--dropout", "0", "--out", str(tmp_path)]
+    script("ogbn_arxiv").main([*arguments, "--json", str(tmp_path / "plain.json")])
+    compile_it, modes = torch.compile, []
+
+    def compile_quickly(model, mode):
+        modes.append(mode)
+        return compile_it(model, backend="aot_eager")
+
+    monkeypatch.setattr(torch, "compile", compile_quickly)
+    options = ["--autocast", "--compile", "--json", str(tmp_path / "both.json")]
+    script("ogbn_arxiv").main([*arguments, *options])
+    assert modes == ["default"]
+    plain, both = (history(tmp_path / f"{name}.json")[0] for name in ("plain", "both"))
+    losses = [[epoch["loss"] for epoch in run] for run in (plain, both)]
+    assert losses[0] != losses[1]
+    np.testing.assert_allclose(*losses, rtol=0.02)
+
+
 def test_demo_says_which_set_it_takes_and_why(script, tmp_path, capsys, monkeypatch):
     module = script("ogbn_arxiv")
 

@@ -148,9 +148,9 @@ def attention_backward(
         if needs[1] or needs[2]:
             sources.merge(backward.merge_sources, plan.key_heads, order, *results, *parts)
         if grad_bias is not None and bias is not None and bias.dim() == 2:
-            grad_bias = grad_bias.sum(0)
+            grad_bias = _sum(grad_bias)
         if grad_edge_attr is not None:
-            grad_edge_attr = grad_edge_attr.sum(0)
+            grad_edge_attr = _sum(grad_edge_attr)
     gradients = (grad_query, grad_key, grad_value, grad_bias, grad_query_edge, grad_edge_attr)
     return [
         gradient.view(x.shape).to(x.dtype)
@@ -302,6 +302,11 @@ def _numbers(tensor: Tensor | None) -> Any:
 def _largest_and_total(softmax: Tensor) -> tuple[Rows, Rows]:
     """The halves of ``[*, N, 2, H]``."""
     return _rows(softmax.select(-2, 0).unsqueeze(-1)), _rows(softmax.select(-2, 1).unsqueeze(-1))
+
+
+def _sum(shares: Tensor) -> Tensor:
+    """Over the first dimension; without a copy where there is one share."""
+    return shares[0] if shares.size(0) == 1 else shares.sum(0)
 
 
 def _filled(gradient: Tensor | None) -> Tensor | None:
