@@ -42,9 +42,10 @@ DEGREES = case_of_degrees("degrees", [0, 9, 1, 5, 0, 4, 3], [3, 0, 9, 4, 5, 1, 0
 
 @pytest.fixture
 def cut_rows(monkeypatch):
-    """Rows of more than 4 edges are cut, and tiles are small."""
+    """Rows of more than 4 edges are cut, and two edges or pieces are taken at a time."""
     monkeypatch.setattr(kernels, "CHUNK", 4)
     monkeypatch.setattr(kernels, "TILE_EDGES", 2)
+    monkeypatch.setattr(kernels, "MERGED_PIECES", 2)
 
 
 @pytest.fixture

@@ -57,21 +57,22 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "weights": {"weights": True, "bias": True, "edge_dim": 8},
     "sorted": {"ordered": True},
     "light rows": {"nodes": 20_000},
-    "one node": {"nodes": 1},
 }
+SPECIAL: dict[str, dict[str, Any]] = {"one node": {"nodes": 1}}  # a size that Triton compiles in
 NO_SPILLS = tuple(SHAPES)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def variants() -> dict[str, dict[str, Any]]:
-    """Every variant by name: shapes with every option, other shapes with none and with all."""
+    """Every variant by name: shapes with every option, other shapes with some."""
     found = {}
     for shape in (*SHAPES, *OTHER_SHAPES):
-        for option in OPTIONS if shape in SHAPES else ("", "all"):
+        for option in OPTIONS if shape in SHAPES else ("", "all", *SPECIAL):
             for dtype in DTYPES if shape in SHAPES and option in ("", "all") else ("float32",):
                 name = ", ".join(part for part in (shape, dtype, option) if part)
                 dims = {**SHAPES, **OTHER_SHAPES}[shape]
-                found[name] = {"dims": dims, "dtype": DTYPES[dtype], **OPTIONS[option]}
+                given = {**OPTIONS, **SPECIAL}[option]
+                found[name] = {"dims": dims, "dtype": DTYPES[dtype], **given}
     return found
 
 

@@ -33,6 +33,9 @@ TILE_CHANNELS = 256
 # Numbers in a tile of edges, heads and channels, which a warp holds in registers, and most edges.
 TILE_NUMBERS = 1024
 TILE_EDGES = 16
+# Pieces of a row that are put together at a time, and numbers of them, which four warps hold.
+MERGED_PIECES = 64
+MERGED_NUMBERS = 4096
 
 
 def attention(
@@ -265,7 +268,7 @@ def _plan(
         rows *= 2
     dims = (head_dim, value_dim, edge_dim)
     parts = triton.cdiv(group, shared)
-    merged = max(8, min(64, 4096 // channels))
+    merged = min(MERGED_PIECES, MERGED_NUMBERS // channels)
     return Plan(key_heads, group, *dims, keys, shared, parts, block, CHUNK, rows, merged)
 
 
