@@ -50,6 +50,33 @@ def test_the_interpreter_compiles_nothing():
     assert "TRITON_INTERPRET is set" in output
 
 
+COUNT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from triton.runtime import driver
+import compile_triton as script
+
+driver.set_active(script.CompileOnly(script.TARGETS["sm_90"]))
+forward, backward = script.kernels.forward, script.kernels.backward
+for nodes, edges in ((40, 512), (33, 1000), (160, 1600), (17, 777), (40, 100_000)):
+    script.call((8, 8, 32, 32), torch.float32, nodes=nodes, edges=edges)
+for kernel in (forward.attend, forward.merge, backward.visit_targets, backward.visit_sources):
+    print(sum(len(caches[0]) for caches in kernel.device_caches.values()))
+"""
+
+
+def test_c56_no_kernel_is_compiled_anew_for_other_numbers_of_nodes_and_edges():
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COUNT, str(BENCHMARKS)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(BENCHMARKS.parent.parent)},
+    )
+    assert result.stdout.split() == ["1"] * 4, result.stdout + result.stderr
+
+
 def row(**changes):
     return {
         "variant": "8 x 32, float32",

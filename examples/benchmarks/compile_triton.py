@@ -57,22 +57,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "weights": {"weights": True, "bias": True, "edge_dim": 8},
     "sorted": {"ordered": True},
     "light rows": {"nodes": 20_000},
+    "one node": {"nodes": 1},
 }
-SPECIAL: dict[str, dict[str, Any]] = {"one node": {"nodes": 1}}  # a size that Triton compiles in
 NO_SPILLS = tuple(SHAPES)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def variants() -> dict[str, dict[str, Any]]:
-    """Every variant by name: shapes with every option, other shapes with some."""
+    """Every variant by name: shapes with every option, other shapes with none and with all."""
     found = {}
     for shape in (*SHAPES, *OTHER_SHAPES):
-        for option in OPTIONS if shape in SHAPES else ("", "all", *SPECIAL):
+        for option in OPTIONS if shape in SHAPES else ("", "all"):
             for dtype in DTYPES if shape in SHAPES and option in ("", "all") else ("float32",):
                 name = ", ".join(part for part in (shape, dtype, option) if part)
                 dims = {**SHAPES, **OTHER_SHAPES}[shape]
-                given = {**OPTIONS, **SPECIAL}[option]
-                found[name] = {"dims": dims, "dtype": DTYPES[dtype], **given}
+                found[name] = {"dims": dims, "dtype": DTYPES[dtype], **OPTIONS[option]}
     return found
 
 
@@ -135,15 +134,15 @@ def call(
     dtype: torch.dtype,
     *,
     nodes: int = 40,
+    edges: int = 2 * kernels.CHUNK,
     bias: bool = False,
     dropout: float = 0.0,
     edge_dim: int | None = None,
     weights: bool = False,
     ordered: bool = False,
 ) -> None:
-    """A forward and a backward call for all gradients, with edges enough that rows may be cut."""
+    """A forward and a backward call for all gradients. By default, rows may have to be cut."""
     heads, key_heads, head_dim, value_dim = dims
-    edges = 2 * kernels.CHUNK
     edge_index = torch.randint(nodes, (2, edges))
     edge_index = edge_index[:, edge_index[1].argsort(stable=True)] if ordered else edge_index
     graph = Graph(edge_index, nodes)

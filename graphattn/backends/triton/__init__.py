@@ -71,14 +71,14 @@ def attention(
     )
     inputs = _inputs(query, key, value, bias, query_edge, edge_attr)
     random = _dropout(seed, dropout, query)
-    targets.visit(forward.attend, *inputs, order, edge_id, random, scale, results, parts)
-    targets.merge(forward.merge, heads, order, results, parts, random)
+    targets.visit(forward.attend, *inputs, *order, edge_id, random, scale, results, parts)
+    targets.merge(forward.merge, heads, *order, results, parts, random)
     if value is not None:
         return out, mixed, softmax
     weights = query.new_empty(*leading, src_index.numel(), heads)
     q, k, _, *along_edges = inputs
     targets.visit(
-        forward.weigh, q, k, *along_edges, order, edge_id, scale, results, _numbers(weights)
+        forward.weigh, q, k, *along_edges, *order, edge_id, scale, results, _numbers(weights)
     )
     return weights, mixed, softmax
 
@@ -122,9 +122,9 @@ def attention_backward(
     grad_query, grad_query_edge = _empty_like(query, needs[0]), _empty_like(query_edge, needs[4])
     targets = Pass(query, key, value, edge_attr, dst_ptr, src_index)
     sums, parts = _at_targets(targets, delta, grad_query, grad_query_edge)
-    ordered = (targets.order, edge_id, random, scale)
+    ordered = (*targets.order, edge_id, random, scale)
     targets.visit(backward.visit_targets, *inputs, *ordered, *given, *sums[1:], *parts)
-    targets.merge(backward.merge_targets, query.size(-2), targets.order, scale, *sums, *parts)
+    targets.merge(backward.merge_targets, query.size(-2), *targets.order, scale, *sums, *parts)
 
     grad_key, grad_value = _empty_like(key, needs[1]), _empty_like(value, needs[2])
     grad_bias = grad_edge_attr = None
@@ -134,22 +134,22 @@ def attention_backward(
         order, plan = sources.order, sources.plan
         # Sums over what shares a bias or edge features are taken afterwards, in a fixed order.
         if needs[3]:
-            grad_bias = delta.new_empty(sources.batch, order.edges, query.size(-2))
+            grad_bias = delta.new_empty(sources.batch, order.num_edges, query.size(-2))
         if needs[5]:
             tiles = sources.batch * sources.tiles * plan.parts
-            grad_edge_attr = delta.new_empty(tiles, order.edges, plan.edge_dim)
+            grad_edge_attr = delta.new_empty(tiles, order.num_edges, plan.edge_dim)
         results = (_rows(_filled(grad_key)), _rows(_filled(grad_value)))
         parts = (
             _rows(sources.empty_parts(plan.key_heads, plan.head_dim)) if needs[1] else None,
             _rows(sources.empty_parts(plan.key_heads, plan.value_dim)) if needs[2] else None,
         )
         along_edges = (_numbers(grad_bias), _numbers(_filled(grad_edge_attr)))
-        ordered = (order, edge_id, random, scale)
+        ordered = (*order, edge_id, random, scale)
         sources.visit(
             backward.visit_sources, *inputs, *ordered, *given, *results, *along_edges, *parts
         )
         if needs[1] or needs[2]:
-            sources.merge(backward.merge_sources, plan.key_heads, order, *results, *parts)
+            sources.merge(backward.merge_sources, plan.key_heads, *order, *results, *parts)
         if grad_bias is not None and bias is not None and bias.dim() == 2:
             grad_bias = _sum(grad_bias)
         if grad_edge_attr is not None:
@@ -221,7 +221,7 @@ class Pass:
         """All that the best sizes of a kernel may depend on."""
         order = self.order
         given = "".join("." if operand is None else "x" for operand in operands)
-        degree = 2 ** round(math.log2(max(1, order.edges) / max(1, order.rows)))
+        degree = 2 ** round(math.log2(max(1, order.num_edges) / max(1, order.num_rows)))
         device = torch.cuda.get_device_name(self.query.device) if self.query.is_cuda else "cpu"
         plan = self.plan._replace(rows=0)
         return f"{device}: {kernel.__name__} {given}, {self.query.dtype}, {plan}, degree {degree}"
@@ -229,7 +229,7 @@ class Pass:
     def merge(self, kernel: Any, heads: int, *operands: Any) -> None:
         """Runs a kernel that puts together rows that were cut, if there can be any."""
         if self.order.slots > 0:
-            blocks = triton.cdiv(self.order.rows, LOOKED_OVER.value)
+            blocks = triton.cdiv(self.order.num_rows, LOOKED_OVER.value)
             self.launch(kernel, heads * blocks, 4, *operands, heads, self.plan)
 
     def launch(self, kernel: Any, programs: int, warps: int, *operands: Any) -> Any:

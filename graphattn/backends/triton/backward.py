@@ -12,7 +12,9 @@ import triton
 import triton.language as tl
 
 from graphattn.backends.triton.edges import (
+    SIZES,
     Heads,
+    Order,
     all_heads_of,
     edge_tile,
     edges_at,
@@ -75,7 +77,7 @@ def finish_target(
         store_row(grad_query_edge, batch, row, heads, gradient, plan.edge_dim)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def visit_targets(
     query,
     key,
@@ -83,7 +85,12 @@ def visit_targets(
     bias,
     query_edge,
     edge_attr,
-    order,
+    ptr,
+    other,
+    num_rows,
+    num_edges,
+    slots,
+    units,
     edge_id,
     dropout,
     scale,
@@ -104,6 +111,7 @@ def visit_targets(
     plan: tl.constexpr,
 ):
     """Results of all targets but those that are cut, and of these the parts."""
+    order = Order(ptr, other, num_rows, num_edges, slots, units)
     unit = unit_of(order, TILES, plan)
     batch, tile = unit.batch, unit.tile
     heads = all_heads_of(tile, plan)
@@ -194,9 +202,14 @@ def sum_of_parts(rows, batch, begin, end, head, DIM: tl.constexpr, plan: tl.cons
     return tl.sum(sums, axis=0)[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def merge_targets(
-    order,
+    ptr,
+    other,
+    num_rows,
+    num_edges,
+    slots,
+    units,
     scale,
     delta_rows,
     grad_query,
@@ -210,6 +223,7 @@ def merge_targets(
     plan: tl.constexpr,
 ):
     """Results of targets that were cut, from their parts."""
+    order = Order(ptr, other, num_rows, num_edges, slots, units)
     batch, head, first, last = rows_to_merge(order, HEADS, plan)
     heads = one_head(head)
     for row in range(first, last):
@@ -244,7 +258,7 @@ def store_keys(rows, batch, row, unit, values, DIM: tl.constexpr, plan: tl.const
         store_row(rows, batch, row, Heads(key, key, key < plan.key_heads), values, DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def visit_sources(
     query,
     key,
@@ -252,7 +266,12 @@ def visit_sources(
     bias,
     query_edge,
     edge_attr,
-    order,
+    ptr,
+    other,
+    num_rows,
+    num_edges,
+    slots,
+    units,
     edge_id,
     dropout,
     scale,
@@ -272,6 +291,7 @@ def visit_sources(
     plan: tl.constexpr,
 ):
     """Gradients of all sources but those that are cut, of these the parts; those along edges."""
+    order = Order(ptr, other, num_rows, num_edges, slots, units)
     unit = unit_of(order, TILES, plan)
     batch = unit.batch
     for row in range(unit.first, unit.last):
@@ -347,11 +367,23 @@ def visit_sources(
                     store_keys(grad_value, batch, row, unit, value_gradient, plan.value_dim, plan)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def merge_sources(
-    order, grad_key, grad_value, part_key, part_value, HEADS: tl.constexpr, plan: tl.constexpr
+    ptr,
+    other,
+    num_rows,
+    num_edges,
+    slots,
+    units,
+    grad_key,
+    grad_value,
+    part_key,
+    part_value,
+    HEADS: tl.constexpr,
+    plan: tl.constexpr,
 ):
     """Gradients of sources that were cut, from their parts."""
+    order = Order(ptr, other, num_rows, num_edges, slots, units)
     batch, head, first, last = rows_to_merge(order, HEADS, plan)
     heads = one_head(head)
     for row in range(first, last):

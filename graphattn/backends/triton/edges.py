@@ -44,6 +44,8 @@ __all__ = [
     "zeros",
 ]
 
+# Of the fields of Order, those for whose values nothing is compiled anew.
+SIZES = ["num_rows", "num_edges", "slots", "units"]
 LOWEST = tl.constexpr(float("-inf"))
 LOOKED_OVER = tl.constexpr(32)  # rows in which one program looks for such as were cut
 
@@ -72,8 +74,8 @@ class Order(NamedTuple):
 
     ptr: Any  # [rows + 1]
     other: Any  # [edges], the node at the other end
-    rows: Any
-    edges: Any
+    num_rows: Any
+    num_edges: Any
     slots: Any  # 0 where no row can be long enough to be cut
     units: Any  # programs for each batch and tile: one for each slot, then those for rows
 
@@ -136,7 +138,7 @@ def piece_of_slot(slot, order, plan: tl.constexpr):
     # A first piece is longer than a window, so that its row goes on where the next window starts.
     position = window + slot % 2 * plan.chunk
     low = slot * 0
-    high = low + order.rows
+    high = low + order.num_rows
     while high - low > 1:  # for the last row that starts at this position or before it
         middle = (low + high) // 2
         if tl.load(order.ptr + middle) <= position:
@@ -148,7 +150,7 @@ def piece_of_slot(slot, order, plan: tl.constexpr):
     earlier = (window - row_begin + plan.chunk - 1) // plan.chunk  # pieces before this window
     begin = tl.where(is_first, row_begin, row_begin + earlier * plan.chunk)
     is_here = tl.where(is_first, (row_begin >= window) & (row_begin < position), earlier > 0)
-    is_here &= (row_end - row_begin > plan.chunk) & (position < order.edges) & (begin < row_end)
+    is_here &= (row_end - row_begin > plan.chunk) & (position < order.num_edges) & (begin < row_end)
     return low, begin, tl.where(is_here, tl.minimum(begin + plan.chunk, row_end), begin)
 
 
@@ -163,7 +165,7 @@ def unit_of(order, TILES: tl.constexpr, plan: tl.constexpr):
         last = first + (end > begin)
     else:
         first = (unit - order.slots) * plan.rows
-        last = tl.minimum(first + plan.rows, order.rows)
+        last = tl.minimum(first + plan.rows, order.num_rows)
         begin = first * 0
         end = first * 0
     tile = program // order.units % TILES
@@ -330,15 +332,15 @@ def kept(dropout, batch, edge, heads):
 def rows_to_merge(order, HEADS: tl.constexpr, plan: tl.constexpr):
     """``(batch, head, first, last)``: one head, and rows to look over if any of them was cut."""
     program = tl.program_id(0)
-    units = tl.cdiv(order.rows, LOOKED_OVER)
+    units = tl.cdiv(order.num_rows, LOOKED_OVER)
     first = (program % units).to(tl.int64) * LOOKED_OVER
     rows = first + tl.arange(0, LOOKED_OVER)
-    inside = rows < order.rows
+    inside = rows < order.num_rows
     begin = tl.load(order.ptr + rows, mask=inside, other=0)
     end = tl.load(order.ptr + rows + 1, mask=inside, other=0)
     last = tl.where(tl.max(end - begin, axis=0) > plan.chunk, first + LOOKED_OVER, first)
     head = program // units % HEADS
-    return (program // (units * HEADS)).to(tl.int64), head, first, tl.minimum(last, order.rows)
+    return (program // (units * HEADS)).to(tl.int64), head, first, tl.minimum(last, order.num_rows)
 
 
 @triton.jit

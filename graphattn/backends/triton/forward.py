@@ -7,6 +7,8 @@ import triton.language as tl
 
 from graphattn.backends.triton.edges import (
     LOWEST,
+    SIZES,
+    Order,
     all_heads_of,
     edge_tile,
     edges_at,
@@ -45,7 +47,7 @@ def finish(
     store_row(results.feature, batch, row, heads, features * inverse[:, None], plan.edge_dim)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def attend(
     query,
     key,
@@ -53,7 +55,12 @@ def attend(
     bias,
     query_edge,
     edge_attr,
-    order,
+    ptr,
+    other,
+    num_rows,
+    num_edges,
+    slots,
+    units,
     edge_id,
     dropout,
     scale,
@@ -63,6 +70,7 @@ def attend(
     plan: tl.constexpr,
 ):
     """Results of all targets but those that are cut, and of these the parts, both Attended."""
+    order = Order(ptr, other, num_rows, num_edges, slots, units)
     unit = unit_of(order, TILES, plan)
     batch, tile = unit.batch, unit.tile
     heads = all_heads_of(tile, plan)
@@ -118,9 +126,22 @@ def attend(
                 )
 
 
-@triton.jit
-def merge(order, results, parts, dropout, HEADS: tl.constexpr, plan: tl.constexpr):
+@triton.jit(do_not_specialize=SIZES)
+def merge(
+    ptr,
+    other,
+    num_rows,
+    num_edges,
+    slots,
+    units,
+    results,
+    parts,
+    dropout,
+    HEADS: tl.constexpr,
+    plan: tl.constexpr,
+):
     """Results of targets that were cut, from their parts."""
+    order = Order(ptr, other, num_rows, num_edges, slots, units)
     MERGED: tl.constexpr = plan.merged
     batch, head, first, last = rows_to_merge(order, HEADS, plan)
     heads = one_head(head)
@@ -156,14 +177,19 @@ def merge(order, results, parts, dropout, HEADS: tl.constexpr, plan: tl.constexp
             finish(results, batch, row, heads, top, total, values, features, dropout, plan)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def weigh(
     query,
     key,
     bias,
     query_edge,
     edge_attr,
-    order,
+    ptr,
+    other,
+    num_rows,
+    num_edges,
+    slots,
+    units,
     edge_id,
     scale,
     softmax,
@@ -172,6 +198,7 @@ def weigh(
     plan: tl.constexpr,
 ):
     """The weight of each edge, from the softmax of its target, Attended."""
+    order = Order(ptr, other, num_rows, num_edges, slots, units)
     unit = unit_of(order, TILES, plan)
     batch, tile = unit.batch, unit.tile
     heads = all_heads_of(tile, plan)
