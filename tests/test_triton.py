@@ -54,9 +54,13 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(kernels, "TILE_CHANNELS", 8)
 
 
+# Measuring coverage doubles the time of the interpreter, and other tests reach the same lines.
+unmeasured = pytest.mark.no_cover
+
 # Every call #######################################################################################
 
 
+@unmeasured
 @pytest.mark.parametrize("name", SMALL)
 def test_zoo(name):
     case = SMALL[name]
@@ -64,6 +68,7 @@ def test_zoo(name):
     assert_right_at_its_dtype(case, "triton", tensors)
 
 
+@unmeasured
 @pytest.mark.usefixtures("cut_rows", "poisoned_memory")
 @pytest.mark.parametrize("name", SMALL)
 def test_zoo_of_cut_rows_in_memory_that_was_nan(name, monkeypatch):
@@ -100,12 +105,14 @@ def assert_call_is_right(case, call, dtype):
     assert_right_at_its_dtype(case, "triton", tensors, CALLS[call].get("dropout", 0.0))
 
 
+@unmeasured
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("call", CALLS)
 def test_calls(call, dtype):
     assert_call_is_right(DEGREES, call, DTYPES[dtype])
 
 
+@unmeasured
 @pytest.mark.usefixtures("cut_rows", "small_tiles")
 @pytest.mark.parametrize("call", CALLS)
 def test_calls_of_cut_rows_and_many_tiles(call):
@@ -188,6 +195,7 @@ def one_row_for_all(x):
     return x[..., :1, :, :].expand_as(x)
 
 
+@unmeasured
 @pytest.mark.parametrize("layout", [nodes_first, every_other_row, heads_last, one_row_for_all])
 def test_any_layout_gives_the_same_bits(layout):
     case = SMALL["parallel edges"]
@@ -366,6 +374,7 @@ def test_nothing_is_measured_unless_it_is_asked_for(measured, monkeypatch):
 # Dropout ##########################################################################################
 
 
+@unmeasured
 @pytest.mark.usefixtures("cut_rows")
 @pytest.mark.parametrize("dropout", [1e-12, 0.3, 1.0])
 def test_dropout_keeps_what_the_mask_keeps(dropout):
@@ -392,6 +401,7 @@ def test_dropout_keeps_what_the_mask_keeps(dropout):
     torch.testing.assert_close(grad, kept.movedim(0, -2)[..., None].expand(grad.shape) * factor)
 
 
+@unmeasured
 def test_edges_beyond_2_32_draw_bits_of_their_own():
     """No graph of this size is made: the arrays say where its edges would lie."""
     count, heads = len(EDGE_IDS), 6
@@ -507,6 +517,7 @@ MASKED = {
 }
 
 
+@unmeasured
 @pytest.mark.usefixtures("cut_rows")
 @pytest.mark.parametrize("masked", MASKED)
 def test_c09_edges_of_minus_infinity_count_as_absent(masked):
