@@ -707,6 +707,19 @@ def test_without_the_interpreter_it_wants_a_gpu():
     run_script(WITHOUT_INTERPRETER, TRITON_INTERPRET="0")
 
 
+def test_an_old_gpu_is_named_and_auto_does_without(monkeypatch):
+    monkeypatch.setattr(backends, "_INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for capability, chosen in (((7, 5), "eager"), ((8, 0), "triton"), ((12, 0), "triton")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        arguments = (torch.device("cuda"), torch.float32)
+        assert backends.choose("auto", *arguments, function="test") == chosen
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    assert backends.unsupported("triton", *arguments) == [
+        "the GPU has compute capability 7.5, and Triton needs 8.0"
+    ]
+
+
 def test_without_triton_the_package_says_so(monkeypatch):
     monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None)
     assert "triton is not installed" in backends._no_triton()

@@ -26,6 +26,7 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "
 _OLDEST_TRITON = (3, 6)
 _TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_CHANNELS = 256
+_OLDEST_CAPABILITY = (8, 0)  # of an NVIDIA GPU, for Triton
 
 
 def _no_triton() -> str | None:
@@ -81,7 +82,7 @@ def unsupported(
         dtype: That of the query.
         dims: Channels of the call by name: ``head_dim``, ``value_dim``, ``edge_dim``.
     """
-    # Tensors on a GPU say that there is one; a compiler could not trace the question.
+    # Tensors on a GPU say that there is one, which a compiler could not ask.
     on_gpu = backend == "triton" and device.type == "cuda"
     reason = _triton_reason if on_gpu else missing(backend)
     if reason is not None:
@@ -92,6 +93,12 @@ def unsupported(
     if backend == "triton":
         fits = device.type == ("cpu" if _INTERPRETED else "cuda")
         reasons = [] if fits else [f"the tensors are on {device.type!r}"]
+        # A tensor on a GPU means that CUDA has started.
+        if on_gpu and not torch.compiler.is_compiling() and torch.cuda.is_initialized():
+            capability = torch.cuda.get_device_capability(device)
+            if torch.version.hip is None and capability < _OLDEST_CAPABILITY:
+                has, wanted = (".".join(map(str, x)) for x in (capability, _OLDEST_CAPABILITY))
+                reasons.append(f"the GPU has compute capability {has}, and Triton needs {wanted}")
         if dtype not in _TRITON_DTYPES:
             reasons.append(f"{dtype} is not supported")
         for name, dim in (dims or {}).items():
