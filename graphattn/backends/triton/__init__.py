@@ -72,7 +72,7 @@ def attention(
     inputs = _inputs(query, key, value, bias, query_edge, edge_attr)
     random = _dropout(seed, dropout, query)
     targets.visit(forward.attend, *inputs, *order, edge_id, random, scale, results, parts)
-    targets.merge(forward.merge, heads, *order, results, parts, random)
+    targets.merge(forward.merge, heads, results, parts, random)
     if value is not None:
         return out, mixed, softmax
     weights = query.new_empty(*leading, src_index.numel(), heads)
@@ -124,7 +124,7 @@ def attention_backward(
     sums, parts = _at_targets(targets, delta, grad_query, grad_query_edge)
     ordered = (*targets.order, edge_id, random, scale)
     targets.visit(backward.visit_targets, *inputs, *ordered, *given, *sums[1:], *parts)
-    targets.merge(backward.merge_targets, query.size(-2), *targets.order, scale, *sums, *parts)
+    targets.merge(backward.merge_targets, query.size(-2), scale, *sums, *parts)
 
     grad_key, grad_value = _empty_like(key, needs[1]), _empty_like(value, needs[2])
     grad_bias = grad_edge_attr = None
@@ -149,7 +149,7 @@ def attention_backward(
             backward.visit_sources, *inputs, *ordered, *given, *results, *along_edges, *parts
         )
         if needs[1] or needs[2]:
-            sources.merge(backward.merge_sources, plan.key_heads, *order, *results, *parts)
+            sources.merge(backward.merge_sources, plan.key_heads, *results, *parts)
         if grad_bias is not None and bias is not None and bias.dim() == 2:
             grad_bias = _sum(grad_bias)
         if grad_edge_attr is not None:
@@ -228,9 +228,10 @@ class Pass:
 
     def merge(self, kernel: Any, heads: int, *operands: Any) -> None:
         """Runs a kernel that puts together rows that were cut, if there can be any."""
+        ptr, num_rows = self.order.ptr, self.order.num_rows
         if self.order.slots > 0:
-            blocks = triton.cdiv(self.order.num_rows, LOOKED_OVER.value)
-            self.launch(kernel, heads * blocks, 4, *operands, heads, self.plan)
+            blocks = triton.cdiv(num_rows, LOOKED_OVER.value)
+            self.launch(kernel, heads * blocks, 4, ptr, num_rows, *operands, heads, self.plan)
 
     def launch(self, kernel: Any, programs: int, warps: int, *operands: Any) -> Any:
         """Launches so many programs for each batch; returns the kernel as it was compiled."""

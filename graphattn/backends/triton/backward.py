@@ -202,14 +202,10 @@ def sum_of_parts(rows, batch, begin, end, head, DIM: tl.constexpr, plan: tl.cons
     return tl.sum(sums, axis=0)[None, :]
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=["num_rows"])
 def merge_targets(
     ptr,
-    other,
     num_rows,
-    num_edges,
-    slots,
-    units,
     scale,
     delta_rows,
     grad_query,
@@ -223,12 +219,11 @@ def merge_targets(
     plan: tl.constexpr,
 ):
     """Results of targets that were cut, from their parts."""
-    order = Order(ptr, other, num_rows, num_edges, slots, units)
-    batch, head, first, last = rows_to_merge(order, HEADS, plan)
+    batch, head, first, last = rows_to_merge(ptr, num_rows, HEADS, plan)
     heads = one_head(head)
     for row in range(first, last):
-        begin = tl.load(order.ptr + row)
-        end = tl.load(order.ptr + row + 1)
+        begin = tl.load(ptr + row)
+        end = tl.load(ptr + row + 1)
         if end - begin > plan.chunk:
             finish_target(
                 delta_rows,
@@ -367,14 +362,10 @@ def visit_sources(
                     store_keys(grad_value, batch, row, unit, value_gradient, plan.value_dim, plan)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=["num_rows"])
 def merge_sources(
     ptr,
-    other,
     num_rows,
-    num_edges,
-    slots,
-    units,
     grad_key,
     grad_value,
     part_key,
@@ -383,12 +374,11 @@ def merge_sources(
     plan: tl.constexpr,
 ):
     """Gradients of sources that were cut, from their parts."""
-    order = Order(ptr, other, num_rows, num_edges, slots, units)
-    batch, head, first, last = rows_to_merge(order, HEADS, plan)
+    batch, head, first, last = rows_to_merge(ptr, num_rows, HEADS, plan)
     heads = one_head(head)
     for row in range(first, last):
-        begin = tl.load(order.ptr + row)
-        end = tl.load(order.ptr + row + 1)
+        begin = tl.load(ptr + row)
+        end = tl.load(ptr + row + 1)
         if end - begin > plan.chunk:
             if grad_key is not None:
                 gradient = sum_of_parts(part_key, batch, begin, end, head, plan.head_dim, plan)

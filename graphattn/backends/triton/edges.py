@@ -329,18 +329,18 @@ def kept(dropout, batch, edge, heads):
 
 
 @triton.jit
-def rows_to_merge(order, HEADS: tl.constexpr, plan: tl.constexpr):
+def rows_to_merge(ptr, num_rows, HEADS: tl.constexpr, plan: tl.constexpr):
     """``(batch, head, first, last)``: one head, and rows to look over if any of them was cut."""
     program = tl.program_id(0)
-    units = tl.cdiv(order.num_rows, LOOKED_OVER)
+    units = tl.cdiv(num_rows, LOOKED_OVER)
     first = (program % units).to(tl.int64) * LOOKED_OVER
     rows = first + tl.arange(0, LOOKED_OVER)
-    inside = rows < order.num_rows
-    begin = tl.load(order.ptr + rows, mask=inside, other=0)
-    end = tl.load(order.ptr + rows + 1, mask=inside, other=0)
+    inside = rows < num_rows
+    begin = tl.load(ptr + rows, mask=inside, other=0)
+    end = tl.load(ptr + rows + 1, mask=inside, other=0)
     last = tl.where(tl.max(end - begin, axis=0) > plan.chunk, first + LOOKED_OVER, first)
     head = program // units % HEADS
-    return (program // (units * HEADS)).to(tl.int64), head, first, tl.minimum(last, order.num_rows)
+    return (program // (units * HEADS)).to(tl.int64), head, first, tl.minimum(last, num_rows)
 
 
 @triton.jit

@@ -126,14 +126,10 @@ def attend(
                 )
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=["num_rows"])
 def merge(
     ptr,
-    other,
     num_rows,
-    num_edges,
-    slots,
-    units,
     results,
     parts,
     dropout,
@@ -141,13 +137,12 @@ def merge(
     plan: tl.constexpr,
 ):
     """Results of targets that were cut, from their parts."""
-    order = Order(ptr, other, num_rows, num_edges, slots, units)
     MERGED: tl.constexpr = plan.merged
-    batch, head, first, last = rows_to_merge(order, HEADS, plan)
+    batch, head, first, last = rows_to_merge(ptr, num_rows, HEADS, plan)
     heads = one_head(head)
     for row in range(first, last):
-        begin = tl.load(order.ptr + row)
-        end = tl.load(order.ptr + row + 1)
+        begin = tl.load(ptr + row)
+        end = tl.load(ptr + row + 1)
         if end - begin > plan.chunk:
             # Each lane has sums of its own until the end: [merged, 1], and [merged, channels].
             lanes = tl.zeros([MERGED, 1], tl.float32)
