@@ -1,4 +1,4 @@
-"""Models for whole tasks, as thin stacks of the layers."""
+"""Graph transformers for targets on nodes, edges or graphs."""
 
 from __future__ import annotations
 
