@@ -12,10 +12,7 @@ where it would not fit.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,8 +25,8 @@ from torch_geometric.utils import coalesce, remove_self_loops
 from tqdm import tqdm
 
 from graphattn import Graph
+from graphattn.experiment import integer, measure
 from graphattn.nn import GraphMultiheadAttention
-from training import integer
 
 KINDS = ("sparse", "dense")
 
@@ -47,47 +44,6 @@ def dense_mask(graph: Graph) -> Tensor:
     forbidden = torch.ones(graph.num_dst, graph.num_src, dtype=torch.bool, device=graph.device)
     forbidden[dst, src] = False
     return forbidden
-
-
-def measure(
-    step: Callable[[], Any], device: torch.device, repeats: int
-) -> tuple[float, int | None]:
-    """Median seconds of ``step`` and the bytes of its peak above what was held before."""
-    step()  # warm up
-    baseline = reset_peak(device)
-    step()
-    peak = read_peak(device)
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        step()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    memory = None if peak is None or baseline is None else max(0, peak - baseline)
-    return statistics.median(seconds), memory
-
-
-def reset_peak(device: torch.device) -> int | None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
-    if sys.platform != "linux":
-        return None
-    ctypes.CDLL(None).malloc_trim(0)  # memory that was freed but kept would hide the next peak
-    Path("/proc/self/clear_refs").write_text("5")
-    return read_peak(device)
-
-
-def read_peak(device: torch.device) -> int | None:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    if sys.platform != "linux":
-        return None
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return None
 
 
 def compare(num_nodes: int, degree: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -117,7 +73,9 @@ def compare(num_nodes: int, degree: int, args: argparse.Namespace) -> dict[str, 
             return out.detach(), gradient
 
         results[kind] = step()
-        row[f"{kind}_seconds"], row[f"{kind}_bytes"] = measure(step, device, args.repeats)
+        row[f"{kind}_seconds"], row[f"{kind}_bytes"] = measure(
+            step, repeats=args.repeats, device=device
+        )
     if "dense" in results:
         for name, ours, theirs in zip(("output", "gradient"), *results.values(), strict=True):
             row[f"{name}_difference"] = ((ours - theirs).abs().max() / theirs.abs().max()).item()

@@ -20,8 +20,8 @@ from torch_geometric.data import Data
 
 from graphattn import Graph
 from graphattn.data import load, to_networkx
+from graphattn.experiment import integer
 from graphattn.nn import GraphAttentionConv
-from training import integer
 
 FACTIONS = ("faction of Mr. Hi", "faction of the officer")
 COLORS = ("#3b6fb6", "#e08a1e")

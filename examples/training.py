@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import resource
@@ -30,32 +29,10 @@ from tqdm import tqdm
 import graphattn
 from graphattn import Graph, backends
 from graphattn.data import evaluate
+from graphattn.experiment import integer, number
 from graphattn.models import GraphTransformer, mask_labels
 
 # Options ##########################################################################################
-
-
-def integer(least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be an integer of at least {least}, got {text}")
-        return value
-
-    parse.__name__ = "integer"
-    return parse
-
-
-def number(least: float, most: float = math.inf) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        value = float(text)
-        if not least <= value <= most:
-            bounds = f"from {least:g} to {most:g}" if most < math.inf else f"of at least {least:g}"
-            raise argparse.ArgumentTypeError(f"must be a number {bounds}, got {text}")
-        return value
-
-    parse.__name__ = "number"
-    return parse
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -377,13 +377,6 @@ def test_an_order_that_needs_a_missing_package_says_so(script, monkeypatch, caps
     assert "the metis order needs pymetis (pip install pymetis)" in capsys.readouterr().err
 
 
-def test_commit_is_unknown_outside_git(script, monkeypatch, tmp_path):
-    measure = script("measure")
-    assert re.fullmatch(r"[0-9a-f]{4,}(\+dirty)?|unknown", measure.commit())
-    monkeypatch.setattr(measure.graphattn, "__file__", str(tmp_path / "__init__.py"))
-    assert measure.commit() == "unknown"
-
-
 # Graphs ###########################################################################################
 
 

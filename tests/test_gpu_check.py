@@ -340,7 +340,7 @@ def test_constants_are_tried_one_at_a_time_and_put_back(check, monkeypatch, tmp_
 
 
 def test_the_commit_is_read_without_git(check, script, monkeypatch, tmp_path):
-    monkeypatch.setattr(script("measure"), "commit", lambda: "unknown")
+    monkeypatch.setattr(check.experiment, "commit", lambda: "unknown")
     assert check.commit(tmp_path) == "unknown"
     git = tmp_path / ".git"
     (git / "refs").mkdir(parents=True)

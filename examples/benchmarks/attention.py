@@ -34,6 +34,7 @@ import report
 import rivals
 from cases import DTYPES, ORDERS, SYNTHETIC, WHAT, Case, load_graph
 from contest import graph_rows, run_case
+from graphattn.experiment import commit, integer
 
 _T = TypeVar("_T")
 
@@ -57,17 +58,6 @@ QUICK_SWEEP = {"nodes": 2_000}
 FACTORS = (0.25, 0.5, 1, 2, 4)  # of a sweep
 
 # Options ##########################################################################################
-
-
-def integer(least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be an integer of at least {least}, got {text}")
-        return value
-
-    parse.__name__ = "integer"
-    return parse
 
 
 def comma(item: Callable[[str], _T]) -> Callable[[str], list[_T]]:
@@ -233,7 +223,7 @@ def run(args: argparse.Namespace) -> list[report.Row]:
     """All rows. Each is written to the CSV file, and each table shown, as soon as it is there."""
     common = {
         "date": datetime.date.today().isoformat(),
-        "commit": measure.commit(),
+        "commit": commit(),
         "graphattn": graphattn.__version__,
         "torch": torch.__version__,
         "torch_geometric": torch_geometric.__version__,

@@ -46,7 +46,7 @@ import graphattn
 import measure
 import rivals
 from cases import DTYPES, Case, load_graph, skewed
-from graphattn import Graph, backends
+from graphattn import Graph, backends, experiment
 from graphattn.models import GraphTransformer
 from kernel_checks import Row, Skipped, Step, jobs, one_line, run_steps
 
@@ -459,7 +459,7 @@ def driver() -> str:
 
 def commit(root: Path = ROOT) -> str:
     """Of the checkout: by git, or from its files where there is no git."""
-    found = measure.commit()
+    found = experiment.commit()
     if found != "unknown":
         return found
     try:

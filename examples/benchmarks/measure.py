@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import re
-import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -18,6 +16,7 @@ from torch import Tensor
 
 import graphattn
 from graphattn import Graph
+from graphattn.experiment import PeakMemory, cpu_model
 from rivals import Contestant
 
 DIRECTIONS = ("forward", "backward", "forward+backward")
@@ -152,29 +151,12 @@ def peak_bytes(contestant: Contestant, cotangent: Tensor) -> dict[str, int | Non
 
 
 def _peak(step: Callable[[], Any], device: torch.device) -> int | None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        step()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    if allocator_of_process() != "default":
+    if device.type == "cpu" and allocator_of_process() != "default":
         return None  # other allocators keep what is freed, and that would hide the next peak
-    try:
-        ctypes.CDLL(None).malloc_trim(0)  # glibc keeps some of it too
-        Path("/proc/self/clear_refs").write_text("5")
-    except (AttributeError, OSError):  # not glibc, not Linux, or not allowed
-        return None
-    before = _resident()
-    step()
-    return _resident() - before
-
-
-def _resident() -> int:
-    """Largest resident memory since it was reset."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(fields["VmHWM"].split()[0]) * 1024
+    with PeakMemory(device) as peak:
+        kept = step()
+    del kept
+    return peak.bytes
 
 
 # The allocator ####################################################################################
@@ -214,21 +196,13 @@ def keep_pages() -> None:
 def machine(device: torch.device) -> dict[str, str | int]:
     """What the numbers depend on besides the code."""
     return {
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": os.cpu_count() or 0,
         "caches": ", ".join(_caches()),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": f"{platform.system()} {platform.release().partition('-')[0]}",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     }
-
-
-def _cpu_model() -> str:
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
-    except OSError:
-        found = None
-    return platform.processor() or platform.machine() if found is None else found[1]
 
 
 def _caches() -> Iterator[str]:
@@ -239,18 +213,3 @@ def _caches() -> Iterator[str]:
         )
         if kind != "Instruction":
             yield f"L{level}{'d' if kind == 'Data' else ''} {size}"
-
-
-def commit() -> str:
-    """Of the checkout that graphattn is imported from; ``+dirty`` if it was changed since."""
-
-    def git(*arguments: str) -> str:
-        folder = Path(graphattn.__file__).parent
-        command = ["git", "-C", str(folder), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        changed = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "--short", "HEAD") + ("+dirty" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
