@@ -343,6 +343,7 @@ class Report:
         self.args.out.mkdir(parents=True, exist_ok=True)
         path = self.args.out / f"{self.name}-{self._pictures}.png"
         figure.savefig(path, dpi=120, metadata={"Software": None})
+        figure.clear()
         self._page.append(f"![{caption}]({path.name})\n\n{caption}")
 
     def write(self) -> None:
@@ -373,18 +374,27 @@ class Report:
         )
 
 
-def figure(columns: int = 1, *, width: float = 4.5, height: float = 3.6) -> tuple[Figure, Any]:
+def figure(
+    columns: int = 1, *, rows: int = 1, width: float = 4.5, height: float = 3.6
+) -> tuple[Figure, Any]:
     """An empty matplotlib figure for :meth:`Report.picture`, drawn without a screen.
 
+    Args:
+        columns: Panels side by side.
+        rows: Panels one above the other.
+        width: Of a panel, in inches.
+        height: Of a panel, in inches.
+
     Returns:
-        ``(figure, axes)``: ``axes`` is one, or an array of ``columns``.
+        ``(figure, axes)``: ``axes`` is one, or an array of them.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    return plt.subplots(1, columns, figsize=(width * columns, height), layout="constrained")
+    size = (width * columns, height * rows)
+    return plt.subplots(rows, columns, figsize=size, layout="constrained")
 
 
 def _command() -> str:

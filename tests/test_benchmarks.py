@@ -277,11 +277,11 @@ def test_graphattn_being_wrong_is_an_error(script, monkeypatch, tmp_path):
 
 def test_cases_that_are_too_large_are_left_out_with_the_size(script, monkeypatch):
     rivals = script("rivals")
-    large = make_case(script, nodes=10_000, degree=1)
+    large = make_case(script, nodes=20_000, degree=1)
     for name in ("sdpa", "flex"):
         with pytest.raises(
             rivals.LeftOut,
-            match=r"too large: the mask of 10,000 x 10,000 pairs takes 0\.47 GiB, and the limit",
+            match=r"too large: the mask of 20,000 x 20,000 pairs takes 1\.86 GiB, and the limit",
         ):
             rivals.prepare(name, large, large.inputs())
     monkeypatch.setattr(rivals, "free_memory", lambda device: 2**20)
@@ -378,6 +378,17 @@ def test_an_order_that_needs_a_missing_package_says_so(script, monkeypatch, caps
 
 
 # Graphs ###########################################################################################
+
+
+def test_the_window_is_a_sequence_in_its_own_order(script):
+    _, edge_index, nodes = script("cases").load_graph("synthetic-window", nodes=9, degree=4)
+    src, dst = edge_index
+    assert ((src * nodes + dst).diff() > 0).all()  # sorted by source, and none twice
+    place = torch.arange(9)
+    offset = place - place.unsqueeze(1)  # of key from query
+    mask = torch.zeros(9, 9, dtype=torch.bool)
+    mask[dst, src] = True
+    assert torch.equal(mask, (offset >= -1) & (offset <= 2))
 
 
 @pytest.mark.parametrize("kind", ["random", "powerlaw", "regular", "star", "star-out"])

@@ -17,7 +17,15 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 FENCE = re.compile(r"^( *)```(\w*)(.*?)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
-PUBLIC = ("graphattn", "graphattn.nn", "graphattn.models", "graphattn.data", "graphattn.testing")
+PUBLIC = (
+    "graphattn",
+    "graphattn.nn",
+    "graphattn.models",
+    "graphattn.patterns",
+    "graphattn.data",
+    "graphattn.experiment",
+    "graphattn.testing",
+)
 
 
 def page_id(path: Path) -> str:
@@ -109,7 +117,7 @@ def test_relative_links_resolve(page: Path) -> None:
 
 def test_every_page_is_in_the_navigation() -> None:
     config = (ROOT / "mkdocs.yml").read_text()
-    listed = re.findall(r"^  - .+: (\S+\.md)$", config, re.MULTILINE)
+    listed = re.findall(r"^ +- .+: (\S+\.md)$", config, re.MULTILINE)
     assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
 
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch_geometric.utils import remove_self_loops, to_scipy_sparse_matrix, to_undirected
 
+from graphattn import patterns
+
 WHAT = ("operator", "layer")
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -182,6 +184,12 @@ def regular(nodes: int, degree: int, generator: torch.Generator) -> Tensor:
     return _renamed(torch.stack([src, dst]), nodes, generator)
 
 
+def window(nodes: int, degree: int, generator: torch.Generator) -> Tensor:
+    """A sequence in which every token attends to ``degree`` around it, itself among them."""
+    # Sorted by target; turned round, by source.
+    return patterns.window(nodes, degree // 2, (degree - 1) // 2).flip(0)
+
+
 def skewed(nodes: int, edges: int, largest: int, device: torch.device | str = "cpu") -> Tensor:
     """``edges`` at the ends of ``edges / 2`` random pairs, so that the largest degree is as given.
 
@@ -234,4 +242,5 @@ SYNTHETIC: dict[str, Callable[[int, int, torch.Generator], Tensor]] = {
     "synthetic-powerlaw": powerlaw,
     "synthetic-regular": regular,
     "synthetic-random": random,
+    "synthetic-window": window,
 }

@@ -30,7 +30,7 @@ from graphattn.nn import GraphAttentionConv
 
 GRAPHATTN = "graphattn"  # with backend="auto": what all others are compared with
 # Above this, attention over all pairs is left out: it takes many seconds a call and no less.
-DENSE_LIMIT = 2**28
+DENSE_LIMIT = 3 * 2**29
 # How many tensors [E, H, D] are alive at the peak where rows of edges are gathered by plain calls.
 GATHERED = 7
 
