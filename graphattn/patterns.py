@@ -486,6 +486,7 @@ def knn(x: Tensor, k: int, *, batch: Tensor | None = None) -> Tensor:
 def lsh_buckets(
     bucket: Tensor,
     *,
+    key_bucket: Tensor | None = None,
     batch: Tensor | None = None,
     chunk: int | None = None,
     causal: bool = False,
@@ -493,59 +494,71 @@ def lsh_buckets(
     """Reformer's attention: those attend to each other whom a hash has put in the same bucket.
 
     With several rounds of hashing, two nodes are joined when they share a bucket in any of them.
-    Everyone is in its own bucket and so attends to itself. Source:
-    https://arxiv.org/abs/2001.04451.
+    Everyone is in its own bucket and so attends to itself, unless keys have buckets of their own.
+    Source: https://arxiv.org/abs/2001.04451.
 
     Args:
         bucket: Bucket of each node, ``[N]`` or ``[rounds, N]`` int64, not negative. Those of
             different graphs have nothing to do with each other.
+        key_bucket: Bucket of each node as a key, shaped as ``bucket``, which then is that of each
+            node as a query. Default the same.
         batch: Sorted graph of each node, ``[N]``; default one graph.
-        chunk: Bound the cost where buckets are uneven, as the paper does: nodes are sorted by
-            bucket, then by position, cut into chunks of this many, and see those of their bucket
-            that are in their own chunk or in the one before. At most ``2 * chunk * rounds * N``
-            edges; without it, the sum of the squares of the buckets' sizes.
+        chunk: Bound the cost where buckets are uneven, as the paper does: keys are sorted by
+            bucket, then by position, cut into chunks of this many, and a node sees those of its
+            bucket that are in its own chunk or in the one before; its own is the one where a key of
+            its bucket and position stands. At most ``2 * chunk * rounds * N`` edges; without it,
+            the sum of the squares of the buckets' sizes.
         causal: Leave out what comes after in the sequence.
 
     Raises:
         TypeError, ValueError: ``bucket`` is no int64 tensor of one or two dimensions, or has
-            negative entries; ``batch`` is not a sorted ``[N]``; ``chunk`` is below 1.
+            negative entries; ``key_bucket`` has another shape; ``batch`` is not a sorted ``[N]``;
+            ``chunk`` is below 1.
 
     >>> lsh_buckets(torch.tensor([5, 2, 5]))
     tensor([[0, 2, 1, 0, 2],
             [0, 0, 1, 2, 2]])
     """
-    if bucket.dtype != torch.int64 or bucket.dim() not in (1, 2):
-        raise TypeError(
-            "lsh_buckets: bucket must be an int64 tensor [N] or [rounds, N], got a "
-            f"{bucket.dtype} tensor of shape {tuple(bucket.shape)}."
+    key_bucket = bucket if key_bucket is None else key_bucket
+    for argument, given in (("bucket", bucket), ("key_bucket", key_bucket)):
+        if given.dtype != torch.int64 or given.dim() not in (1, 2):
+            raise TypeError(
+                f"lsh_buckets: {argument} must be an int64 tensor [N] or [rounds, N], got a "
+                f"{given.dtype} tensor of shape {tuple(given.shape)}."
+            )
+        if (given < 0).any():
+            raise ValueError(f"lsh_buckets: {argument} must not be negative.")
+    if key_bucket.shape != bucket.shape:
+        raise ValueError(
+            f"lsh_buckets: key_bucket must have the shape of bucket {tuple(bucket.shape)}, got "
+            f"{tuple(key_bucket.shape)}."
         )
-    if (bucket < 0).any():
-        raise ValueError("lsh_buckets: bucket must not be negative.")
     if chunk is not None:
         _check_at_least("lsh_buckets", 1, chunk=chunk)
-    rounds = bucket.unsqueeze(0) if bucket.dim() == 1 else bucket
-    length = _lengths_of("lsh_buckets", batch, rounds.size(1), bucket.device)
+    num_nodes = bucket.size(-1)
+    length = _lengths_of("lsh_buckets", batch, num_nodes, bucket.device)
     _, place, start = _place("lsh_buckets", length)
     graph = torch.repeat_interleave(length)
     found = [bucket.new_empty(2, 0)]
-    for of_node in rounds:
-        by_bucket = of_node.argsort(stable=True)
-        order = by_bucket[graph[by_bucket].argsort(stable=True)]
-        _, member = torch.stack([graph, of_node])[:, order].unique_consecutive(
-            dim=1, return_inverse=True
-        )
-        count = member.bincount()
-        first = (count.cumsum(0) - count)[member]
-        end = first + count[member]
+    # Rounds, and in each of them buckets as queries and as keys.
+    rounds = torch.stack([bucket, key_bucket], dim=-2)
+    for both in rounds.unsqueeze(0) if bucket.dim() == 1 else rounds:
+        # Buckets of all graphs, numbered from 0 in the order of graph and bucket.
+        numbered = both.unique(return_inverse=True)[1] + 2 * num_nodes * graph
+        query, key = numbered.unique(return_inverse=True)[1]
+        key, order = key.sort(stable=True)
+        first, end = torch.searchsorted(key, query), torch.searchsorted(key, query, right=True)
         if chunk is not None:
-            own = start + place // chunk * chunk  # where its chunk starts, in the sorted order
+            node = start + place
+            at = torch.searchsorted(key * num_nodes + order, query * num_nodes + node)
+            own = start + (at - start) // chunk * chunk  # where its chunk starts
             first, end = first.maximum(own - chunk), end.minimum(own + chunk)
-        src, dst = _ranges(first, end - first)
-        src, dst = order[src], order[dst]
+        src, dst = _ranges(first, (end - first).clamp(min=0))
+        src = order[src]
         if causal:
             src, dst = src[src <= dst], dst[src <= dst]
         found.append(torch.stack([src, dst]))
-    return _unique(torch.cat(found, dim=1))
+    return found[1] if len(found) == 2 else _unique(torch.cat(found, dim=1))
 
 
 def virtual_nodes(length: Length, num_virtual: int) -> Tensor:
@@ -646,8 +659,8 @@ def union(*edge_indices: Tensor) -> Tensor:
 def _ranges(first: Tensor, count: Tensor, *, step: int = 1) -> Tensor:
     """Target ``i`` attends to ``first[i] + step * r`` for ``r`` from 0 to ``count[i] - 1``."""
     dst = torch.repeat_interleave(count)
-    rank = torch.arange(dst.numel(), device=dst.device) - (count.cumsum(0) - count)[dst]
-    return torch.stack([first[dst] + step * rank, dst])
+    shift = first - step * (count.cumsum(0) - count)
+    return torch.stack([step * torch.arange(dst.numel(), device=dst.device) + shift[dst], dst])
 
 
 def _place(name: str, length: Length) -> tuple[Tensor, Tensor, Tensor]:

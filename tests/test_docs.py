@@ -21,6 +21,7 @@ PUBLIC = (
     "graphattn",
     "graphattn.nn",
     "graphattn.models",
+    "graphattn.transforms",
     "graphattn.patterns",
     "graphattn.data",
     "graphattn.experiment",

@@ -1,5 +1,7 @@
 """Models for whole tasks, as thin stacks of the layers."""
 
 from graphattn.models.graph_transformer import GraphTransformer, mask_labels
+from graphattn.models.transformer import Generation, Transformer
+from graphattn.models.vision_transformer import VisionTransformer
 
-__all__ = ["GraphTransformer", "mask_labels"]
+__all__ = ["Generation", "GraphTransformer", "Transformer", "VisionTransformer", "mask_labels"]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch_geometric.nn import BatchNorm, global_mean_pool
+from torch_geometric.nn.inits import reset
 
 from graphattn.graph import Graph
 from graphattn.nn import GraphAttentionConv, GraphTransformerLayer
@@ -190,10 +191,8 @@ class GraphTransformer(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draws all parameters anew."""
-        for child in self.modules():
-            reset = getattr(child, "reset_parameters", None)
-            if child is not self and callable(reset):
-                reset()
+        for child in self.children():
+            reset(child)
 
     def forward(
         self,

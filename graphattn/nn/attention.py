@@ -18,7 +18,7 @@ from graphattn.dropout import draw_seed, drop
 from graphattn.functional import attention_weights, graph_attention
 from graphattn.graph import Graph
 
-__all__ = ["GraphAttentionConv", "GraphMultiheadAttention"]
+__all__ = ["GraphAttentionConv", "GraphMultiheadAttention", "KeyValueCache"]
 
 
 class GraphAttentionConv(MessagePassing):
@@ -398,6 +398,9 @@ class GraphMultiheadAttention(nn.Module):
         edge_dim: Size of each edge's features, which are projected and added to key and value of
             the edge; ``None`` for none. The projection ``lin_edge`` has no counterpart in
             ``torch.nn.MultiheadAttention``.
+        rotary: Turns projected queries and keys by their positions, such as
+            :class:`~graphattn.nn.encoding.RotaryEncoding`, called as ``rotary(x [*, N, H, D],
+            position [N])``; ``None`` for none.
         backend: As in :func:`graphattn.graph_attention`.
 
     Raises:
@@ -425,6 +428,7 @@ class GraphMultiheadAttention(nn.Module):
         kdim: int | None = None,
         vdim: int | None = None,
         edge_dim: int | None = None,
+        rotary: nn.Module | None = None,
         backend: str = "auto",
     ) -> None:
         super().__init__()
@@ -464,6 +468,7 @@ class GraphMultiheadAttention(nn.Module):
         self.in_proj_bias = nn.Parameter(torch.empty(3 * embed_dim)) if bias else None
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.lin_edge = None if edge_dim is None else nn.Linear(edge_dim, embed_dim, bias=False)
+        self.rotary = rotary
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -520,9 +525,11 @@ class GraphMultiheadAttention(nn.Module):
         *,
         bias: Tensor | None = None,
         edge_attr: Tensor | None = None,
+        position: Tensor | tuple[Tensor, Tensor] | None = None,
+        cache: KeyValueCache | None = None,
         return_attention_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attends.
+        """Attends: :meth:`project`, then :meth:`attend`.
 
         Args:
             query: ``[*, N_dst, embed_dim]``. Leading dimensions share the graph; sequences that
@@ -533,14 +540,85 @@ class GraphMultiheadAttention(nn.Module):
             graph: :class:`~graphattn.Graph` or ``edge_index [2, E]``.
             bias: ``[E, num_heads]``, added to the scores.
             edge_attr: ``[E, edge_dim]``.
+            position: ``[N]``, or ``(src, dst)`` where sources and targets differ, for ``rotary``.
+            cache: Keys and values of earlier calls. Those of this call are appended to it, and the
+                sources of the graph are all that it then holds.
             return_attention_weights: Also return the weights ``[*, E, num_heads]``, before dropout.
 
         Returns:
             ``[*, N_dst, embed_dim]``, or a pair with the weights.
 
         Raises:
-            ValueError: ``edge_attr`` is given without ``edge_dim`` or the reverse, or shapes do not
-                agree.
+            ValueError: ``edge_attr`` is given without ``edge_dim`` or the reverse, ``position``
+                without ``rotary`` or the reverse, or shapes do not agree.
+        """
+        q, k, v = self.project(query, key, value, position=position)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        return self.attend(
+            q,
+            k,
+            v,
+            graph,
+            bias=bias,
+            edge_attr=edge_attr,
+            return_attention_weights=return_attention_weights,
+        )
+
+    def project(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        position: Tensor | tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of each head, ``[*, N, num_heads, head_dim]``.
+
+        Arguments as in :meth:`forward`.
+        """
+        src, dst = position if isinstance(position, tuple) else (position, position)
+        if self.in_proj_weight is not None and query is key and key is value:
+            packed = F.linear(query, self.in_proj_weight, self.in_proj_bias)
+            q, k, v = packed.unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(-3)
+            return self._rotate(q, dst), self._rotate(k, src), v
+        q = self.project_query(query, position=dst)
+        return q, *self.project_source(key, value, position=src)
+
+    def project_query(self, query: Tensor, *, position: Tensor | None = None) -> Tensor:
+        """Queries of each head, ``[*, N_dst, num_heads, head_dim]``."""
+        return self._rotate(self._linear(0, query), position)
+
+    def project_source(
+        self, key: Tensor, value: Tensor, *, position: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of each head, ``[*, N_src, num_heads, head_dim]``."""
+        return self._rotate(self._linear(1, key), position), self._linear(2, value)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        graph: Graph | Tensor,
+        *,
+        bias: Tensor | None = None,
+        edge_attr: Tensor | None = None,
+        return_attention_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attends with what is projected already, and projects the output.
+
+        Args:
+            query: ``[*, N_dst, num_heads, head_dim]``.
+            key: ``[*, N_src, num_heads, head_dim]``.
+            value: ``[*, N_src, num_heads, head_dim]``.
+            graph: As the rest, as in :meth:`forward`.
+            bias: ``[E, num_heads]``.
+            edge_attr: ``[E, edge_dim]``.
+            return_attention_weights: Also return the weights.
+
+        Returns:
+            ``[*, N_dst, embed_dim]``, or a pair with the weights ``[*, E, num_heads]``.
         """
         if (edge_attr is None) != (self.edge_dim is None):
             given = "missing" if edge_attr is None else "given"
@@ -548,27 +626,25 @@ class GraphMultiheadAttention(nn.Module):
                 f"GraphMultiheadAttention: edge_attr is {given}, but the layer was built with "
                 f"edge_dim={self.edge_dim}."
             )
-        q, k, v = self._project(query, key, value)
         by_head = (self.num_heads, self.head_dim)
         edge_weight = None if self.lin_edge is None else self.lin_edge.weight.unflatten(0, by_head)
-        dropout = self.dropout if self.training else 0.0
         out = graph_attention(
-            q,
-            k,
-            v,
+            query,
+            key,
+            value,
             graph,
             bias=bias,
             edge_attr=edge_attr,
             edge_weight=edge_weight,
-            dropout=dropout,
+            dropout=self.dropout if self.training else 0.0,
             backend=self.backend,
         )
         out = self.out_proj(out.flatten(-2))
         if not return_attention_weights:
             return out
         weights = attention_weights(
-            q,
-            k,
+            query,
+            key,
             graph,
             bias=bias,
             edge_attr=edge_attr,
@@ -577,24 +653,58 @@ class GraphMultiheadAttention(nn.Module):
         )
         return out, weights
 
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        by_head = (self.num_heads, self.head_dim)
-        if self.in_proj_weight is not None and query is key and key is value:
-            packed = F.linear(query, self.in_proj_weight, self.in_proj_bias)
-            return packed.unflatten(-1, (3, *by_head)).unbind(-3)
+    def _linear(self, which: int, x: Tensor) -> Tensor:
+        """The projection of queries (0), keys (1) or values (2)."""
         if self.in_proj_weight is not None:
-            weights = self.in_proj_weight.chunk(3)
+            weight = self.in_proj_weight.chunk(3)[which]
         else:
-            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        return tuple(
-            F.linear(x, weight, bias).unflatten(-1, by_head)
-            for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
-        )
+            weight = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)[which]
+        bias = None if self.in_proj_bias is None else self.in_proj_bias.chunk(3)[which]
+        return F.linear(x, weight, bias).unflatten(-1, (self.num_heads, self.head_dim))
+
+    def _rotate(self, x: Tensor, position: Tensor | None) -> Tensor:
+        if (position is None) != (self.rotary is None):
+            given = "missing" if position is None else "given"
+            built = "with rotary" if position is None else "without rotary"
+            raise ValueError(
+                f"GraphMultiheadAttention: position is {given}, but the layer was built {built}."
+            )
+        return x if self.rotary is None else self.rotary(x, position)
 
     def extra_repr(self) -> str:
         """The sizes, for ``print``."""
         return f"{self.embed_dim}, num_heads={self.num_heads}"
+
+
+class KeyValueCache:
+    """Projected keys and values of all rows seen so far: what a decoder need not compute again.
+
+    Rows of all sequences lie side by side in the order in which they came; the graph of each call
+    says which of them a query attends to. It starts empty, is filled by
+    ``GraphMultiheadAttention(..., cache=cache)``, and belongs to one layer.
+
+    Attributes:
+        key: ``[*, N_src, H, D]``, or ``None`` while it is empty.
+        value: ``[*, N_src, H, D]``, or ``None`` while it is empty.
+
+    >>> attention, cache = GraphMultiheadAttention(8, num_heads=2), KeyValueCache()
+    >>> x, causal = torch.randn(3, 8), torch.tensor([[0, 0, 1, 0, 1, 2], [0, 1, 1, 2, 2, 2]])
+    >>> first = attention(x[:2], x[:2], x[:2], causal[:, :3], cache=cache)
+    >>> last = attention(x[2:], x[2:], x[2:], torch.tensor([[0, 1, 2], [0, 0, 0]]), cache=cache)
+    >>> torch.allclose(torch.cat([first, last]), attention(x, x, x, causal), atol=1e-6)
+    True
+    """
+
+    def __init__(self) -> None:
+        self.key: Tensor | None = None
+        self.value: Tensor | None = None
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds rows; returns the keys and values of all rows."""
+        if self.key is not None and self.value is not None:
+            key, value = torch.cat([self.key, key], dim=-3), torch.cat([self.value, value], dim=-3)
+        self.key, self.value = key, value
+        return key, value
 
 
 def _num_edges(edge_index: Tensor | Graph) -> int:
