@@ -363,14 +363,16 @@ class Report:
             "minutes": minutes,
             "tables": self._tables,
         }
-        numbers.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+        text = json.dumps(result, indent=1, ensure_ascii=False)
+        numbers.write_text(text + "\n", encoding="utf-8")
         print(f"Written: {page}")
 
     def _setting(self) -> str:
+        count = torch.get_num_threads()
+        threads = f"{count} thread{'s' if count > 1 else ''}"
         return (
             f"```bash\n{_command()}\n```\n\n"
-            f"Figures of {torch.get_num_threads()} threads of {cpu_model()}, torch "
-            f"{torch.__version__}."
+            f"Figures of {threads} of {cpu_model()}, torch {torch.__version__}."
         )
 
 

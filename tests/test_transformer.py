@@ -577,6 +577,21 @@ def test_beams_for_all_find_the_best_of_all(penalty: float) -> None:
     assert differs > 0, "greedy search finds the best: the cases are too easy"
 
 
+def test_many_poor_endings_do_not_stop_the_best_hypothesis() -> None:
+    """Every step offers a poor end: as many have ended as there are beams when the best goes on."""
+    model = Transformer(4, 1, 0, 1, 4, tgt_tokens=3, tie_embeddings=None)
+    probabilities = torch.tensor([0.98, 0.01, 0.01])  # the same whatever came before
+    with torch.no_grad():
+        model.output.weight.zero_()
+        model.output.bias.copy_(probabilities.log())
+    for use_cache in (True, False):
+        found = model.generate(
+            start=[torch.tensor([0])], end=2, max_length=9, num_beams=2, use_cache=use_cache
+        )
+        assert found.tokens[0].tolist() == [0] * 9
+        assert found.scores.item() == pytest.approx(9 * math.log(0.98), abs=1e-5)
+
+
 def test_scores_are_those_of_the_tokens() -> None:
     model = lively()
     given = sources(model)

@@ -376,9 +376,9 @@ class Transformer(nn.Module):
         (https://arxiv.org/abs/1609.08144) over all :math:`T` new tokens, ``end`` included. Of all
         continuations of the hypotheses the ``num_beams`` most probable are looked at: those that
         end are done, and the ``num_beams`` best that do not are continued. A sequence is finished
-        once ``num_beams`` of its hypotheses have ended, or none can become better than one that
-        has; of these, and of those still without end at ``max_length``, the one with the best
-        score is returned. One beam is greedy search.
+        once none of its hypotheses can become better than the best that has ended; of those, and
+        of those still without end at ``max_length``, the one with the best score is returned. One
+        beam is greedy search.
 
         Hypotheses form a tree: what they have in common is computed once, and each attends to the
         tokens on its way from the root, which is a graph. Keys and values are kept for the whole
@@ -434,7 +434,7 @@ class Transformer(nn.Module):
             score = live.log_prob.new_zeros(batch, 1)
             best = live.log_prob.new_full((batch,), -math.inf)
             tokens = prompt.new_zeros(batch, max_length)
-            size, done = prompt_length.new_zeros(2, batch)
+            size = prompt_length.new_zeros(batch)
             penalty = ((5 + torch.arange(max_length + 1).to(best)) / 6) ** length_penalty
             for step in range(1, max_length + 1):
                 total = score.unsqueeze(-1) + live.log_prob  # [S, K, V]
@@ -448,11 +448,10 @@ class Transformer(nn.Module):
                 tokens[winner, : step - 1] = live.tokens(better, choice // vocabulary)
                 tokens[winner, step - 1] = choice % vocabulary
                 size[winner] = step - (choice % vocabulary == end).long()
-                done[live.sequence] += ended.sum(dim=1)
                 total[..., end] = -math.inf
                 # What is not complete can only become less probable.
                 hope = total.flatten(1).amax(dim=1) / penalty[step:].amax()
-                going = (done < num_beams)[live.sequence] & (hope > best[live.sequence])
+                going = hope > best[live.sequence]
                 if step == max_length or not going.any():
                     break
                 width = min(num_beams, total.size(1) * (vocabulary - 1))

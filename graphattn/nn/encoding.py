@@ -567,7 +567,7 @@ class RotaryEncoding(nn.Module):
         wide = torch.promote_types(x.dtype, torch.float32)
         angle = _angles(position, self.head_dim, self.base).unsqueeze(1)  # [N, 1, D / 2]
         cos, sin = angle.cos().to(wide), angle.sin().to(wide)
-        even, odd = x.to(wide).unflatten(-1, (-1, 2)).unbind(-1)
+        even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
         rotated = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
         return rotated.flatten(-2).to(x.dtype)
 

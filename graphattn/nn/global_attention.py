@@ -196,8 +196,8 @@ class PerformerAttention(_SelfAttention):
     queries and keys. Source: "Rethinking Attention with Performers"
     (https://arxiv.org/abs/2009.14794).
 
-    Features are taken relative to the largest that a key of the same graph has in the same place,
-    which cancels exactly; all of it in float32 at least, whatever the dtype of the parameters.
+    Each feature is taken relative to its largest among the keys of the same graph, which cancels
+    exactly; all of it in float32 at least, whatever the dtype of the parameters.
 
     Parameters are those of ``torch.nn.MultiheadAttention``, whose ``state_dict`` can be loaded. The
     random ``projection [H, M, D]`` is a buffer, saved with the parameters; a state without it
@@ -683,7 +683,7 @@ class ReformerAttention(_SelfAttention):
     def _buckets(self, x: Tensor, lengths: Tensor, batch: Tensor) -> Tensor:
         """The bucket of each row ``[N, D]`` in each round, ``[num_hashes, N]``."""
         bucket = torch.zeros(self.num_hashes, x.size(0), dtype=torch.int64, device=x.device)
-        # Each hash gives a digit, of an even base; a graph takes as many digits as it needs.
+        # Each hash gives a digit; a graph takes as many of them as it needs.
         left = (lengths + self.bucket_size - 1) // self.bucket_size
         for digit in range(_DIGITS):
             half = ((left + 1) // 2).where(left > 1, 0).clamp(max=_ROTATIONS)
@@ -691,15 +691,12 @@ class ReformerAttention(_SelfAttention):
                 break
             base = (2 * half).clamp(min=1)
             left = (left + base - 1) // base
-            half, base = half[batch], base[batch]
+            half = half[batch]
             unused = (torch.arange(_ROTATIONS, device=x.device) >= half.unsqueeze(1)).repeat(1, 2)
             for of_round, rotation in zip(bucket, self.rotations[:, digit], strict=True):
                 turned = x @ rotation.to(x.dtype)  # the length of x will not matter
-                largest = (
-                    torch.cat([turned, -turned], dim=1).masked_fill(unused, -math.inf).argmax(1)
-                )
-                value = largest.where(largest < _ROTATIONS, largest - _ROTATIONS + half)
-                of_round.mul_(base).add_(value.where(half > 0, 0))
+                both = torch.cat([turned, -turned], dim=1).masked_fill(unused, -math.inf)
+                of_round.mul_(2 * _ROTATIONS).add_(both.argmax(dim=1).where(half > 0, 0))
         return bucket
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
