@@ -7,8 +7,8 @@ They come into a layer in one of three ways:
 - Added to the scores, ``layer(x, graph, bias=encoding(graph, position))``, or ``bias=`` of
   :func:`graphattn.graph_attention`; one bias may serve all layers: :class:`RelativeBias`,
   :class:`ShortestPathBias`, :class:`AlibiBias`.
-- Rotating query and key (not the value), before :func:`graphattn.graph_attention`, in every layer
-  anew: :class:`RotaryEncoding`.
+- Rotating query and key (not the value) in every layer: :class:`RotaryEncoding`, which layers take
+  as ``rotary``, or before :func:`graphattn.graph_attention`.
 
 Positions are those of nodes that lie side by side, ``[N]``, or ``[N, k]`` where there are several
 axes (row and column of a pixel): :func:`graphattn.patterns.position` and
