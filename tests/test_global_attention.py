@@ -806,8 +806,8 @@ def test_c45_dropout_acts_in_training_only(name: str) -> None:
     layer.train()
     assert not torch.allclose(layer(x, batch), without)
     with torch.no_grad():
-        mean = torch.stack([layer(x, batch) for _ in range(400)]).mean(0)
-    assert (mean - without).abs().max() < 0.5
+        mean = torch.stack([layer(x, batch) for _ in range(150)]).mean(0)
+    assert (mean - without).abs().max() < 0.6
     layer.dropout = 1.0
     torch.testing.assert_close(layer(x, batch), layer.out_proj.bias.expand(12, -1))
 
