@@ -17,7 +17,7 @@ SAY := @echo "==>"
 # Extras of pyproject.toml behind each stamp.
 EXTRAS_bench := viz
 EXTRAS_demo := ogb,viz
-EXTRAS_dev := ogb,viz,docs,dev
+EXTRAS_dev := ogb,viz,examples,docs,dev
 EXTRAS_docs := docs
 
 export PIP_NO_INPUT := 1

@@ -111,6 +111,7 @@ def train(
     warmup: int = 0,
     weight_decay: float = 0.0,
     clip: float = 1.0,
+    until: Callable[[], bool] | None = None,
     name: str = "train",
 ) -> Trained:
     """Minimises a loss with AdamW, a linear warm-up and a cosine decay, and shows the progress.
@@ -126,6 +127,7 @@ def train(
         warmup: Steps in which the rate grows to ``lr``.
         weight_decay: As in ``torch.optim.AdamW``.
         clip: Largest norm of the gradient of all parameters.
+        until: Asked after each step whether enough is learned; training then ends early.
         name: What the progress bar says.
 
     Raises:
@@ -156,6 +158,8 @@ def train(
                 raise ValueError(f"train: the loss of step {step} of {name} is {losses[-1]}.")
             bar.set_postfix_str(f"loss {losses[-1]:.4f}", refresh=False)
             bar.update(1)
+            if until is not None and until():
+                break
     model.eval()
     return Trained(losses, time.perf_counter() - start)
 

@@ -86,6 +86,16 @@ def test_the_gradient_is_clipped(monkeypatch):
     assert norms == [0.3, 0.3]
 
 
+def test_training_ends_early_once_enough_is_learned():
+    model = nn.Linear(2, 1)
+    asked = iter([False, False, True])
+    trained = experiment.train(
+        model, lambda step: model(torch.ones(2)).sum(), steps=9, lr=0.1, until=lambda: next(asked)
+    )
+    assert len(trained.losses) == 3
+    assert not model.training
+
+
 def test_a_loss_that_is_lost_stops_the_training():
     model = nn.Linear(2, 1)
     with pytest.raises(ValueError, match=r"train: the loss of step 1 of toy is nan"):
