@@ -37,8 +37,8 @@ demo: $(VENV)/installed-demo ## Train a graph transformer on a citation graph (a
 	@$(PY) examples/ogbn_arxiv.py --demo $(ARGS)
 
 test: $(VENV)/installed-scatter ## Run all tests with coverage (about 15 minutes)
-	$(SAY) "Running the tests with coverage: about 15 minutes on two cores."
-	@$(PY) -m pytest --cov $(ARGS)
+	$(SAY) "Running the tests with coverage, on all cores: about 15 minutes on two."
+	@$(PY) -m pytest --cov --numprocesses auto $(ARGS)
 
 lint: $(VENV)/installed-dev ## Check style and types: ruff, mypy
 	$(SAY) "Checking style and types: under a minute."
