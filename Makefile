@@ -36,8 +36,8 @@ demo: $(VENV)/installed-demo ## Train a graph transformer on a citation graph (a
 	$(SAY) "Training on ogbn-arxiv, or on its synthetic stand-in: about 3 minutes on two cores."
 	@$(PY) examples/ogbn_arxiv.py --demo $(ARGS)
 
-test: $(VENV)/installed-scatter ## Run all tests with coverage (about 15 minutes)
-	$(SAY) "Running the tests with coverage, on all cores: about 15 minutes on two."
+test: $(VENV)/installed-scatter ## Run all tests with coverage (about 10 minutes)
+	$(SAY) "Running the tests with coverage, on all cores: about 10 minutes on two."
 	@$(PY) -m pytest --cov --numprocesses auto $(ARGS)
 
 lint: $(VENV)/installed-dev ## Check style and types: ruff, mypy
