@@ -38,7 +38,7 @@ demo: $(VENV)/installed-demo ## Train a graph transformer on a citation graph (a
 
 test: $(VENV)/installed-scatter ## Run all tests with coverage (about 10 minutes)
 	$(SAY) "Running the tests with coverage, on all cores: about 10 minutes on two."
-	@$(PY) -m pytest --cov --numprocesses auto $(ARGS)
+	@$(PY) -m pytest --cov --numprocesses logical $(ARGS)
 
 lint: $(VENV)/installed-dev ## Check style and types: ruff, mypy
 	$(SAY) "Checking style and types: under a minute."
