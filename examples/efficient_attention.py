@@ -307,7 +307,8 @@ class Encoder(nn.Module):
         self.position = SinusoidalEncoding(width)
         exact = [GraphMultiheadAttention(width, HEADS) for _ in range(layers)]
         self.layers = nn.ModuleList(
-            GPSLayer(width, attention, None, norm_first=True) for attention in exact
+            GPSLayer(width, attention, None, activation="gelu", norm_first=True)
+            for attention in exact
         )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 10)
