@@ -25,7 +25,7 @@ from torch_geometric.utils import coalesce, remove_self_loops
 from tqdm import tqdm
 
 from graphattn import Graph
-from graphattn.experiment import integer, measure
+from graphattn.experiment import figure, integer, measure
 from graphattn.nn import GraphMultiheadAttention
 
 KINDS = ("sparse", "dense")
@@ -112,12 +112,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, panels = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
+    drawing, panels = figure(2, height=4)
     degrees = sorted({row["degree"] for row in rows})
     for panel, what, unit, factor in zip(
         panels, ("seconds", "bytes"), ("ms", "MiB"), (1e3, 2**-20), strict=True
@@ -143,8 +138,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     panels[1].set_title("Peak memory")
     panels[0].legend()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    drawing.savefig(path, dpi=120)
     print(f"Written: {path}")
 
 

@@ -20,7 +20,7 @@ from torch_geometric.data import Data
 
 from graphattn import Graph
 from graphattn.data import load, to_networkx
-from graphattn.experiment import integer
+from graphattn.experiment import figure, integer
 from graphattn.nn import GraphAttentionConv
 
 FACTIONS = ("faction of Mr. Hi", "faction of the officer")
@@ -49,11 +49,7 @@ def train(data: Data, *, heads: int, epochs: int, seed: int) -> tuple[Tensor, fl
 
 
 def draw(data: Data, weights: Tensor, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
     from matplotlib import cm, colors
-    from matplotlib import pyplot as plt
     from matplotlib.lines import Line2D
 
     club = to_networkx(data)
@@ -69,7 +65,7 @@ def draw(data: Data, weights: Tensor, path: Path) -> None:
         ),
     )
 
-    figure, axes = plt.subplots(figsize=(8.4, 6.2), layout="constrained")
+    drawing, axes = figure(width=8.4, height=6.2)
     for (source, target), value in zip(arrows, values.tolist(), strict=True):
         nx.draw_networkx_edges(
             club,
@@ -97,7 +93,7 @@ def draw(data: Data, weights: Tensor, path: Path) -> None:
         "An arrow from A to B: B attends to A. The weights of the arrows into a member sum to 1.",
         fontsize=10,
     )
-    figure.suptitle("Attention in the karate club", fontsize=14)
+    drawing.suptitle("Attention in the karate club", fontsize=14)
     axes.legend(
         handles=[
             Line2D([], [], marker="o", linestyle="", markersize=10, color=color, label=label)
@@ -107,11 +103,10 @@ def draw(data: Data, weights: Tensor, path: Path) -> None:
         frameon=False,
         fontsize=10,
     )
-    bar = figure.colorbar(shade, ax=axes, shrink=0.55, pad=0.01)
+    bar = drawing.colorbar(shade, ax=axes, shrink=0.55, pad=0.01)
     bar.set_label("attention weight, mean over the heads", fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, metadata={"Software": None})
-    plt.close(figure)
+    drawing.savefig(path, dpi=120, metadata={"Software": None})
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -31,12 +31,12 @@ paper](https://arxiv.org/abs/1804.06028). An expression such as `[MAX 4 3 [MIN 2
 9 2 ] ]` has a value from 0 to 9, here 5, and the model has to say it. The operators are maximum,
 minimum, median (rounded down) and sum modulo ten; each argument is an expression with a
 probability of 1/4, else a digit. The arena's expressions have 500 to 2,000 tokens, up to ten
-arguments and are nested up to ten deep; those here are shorter and flatter, so that six models can
-be trained on a CPU. All models are the same encoder with another attention. They have the same
-parameters (Linformer has its mixtures besides, shared by its layers), start from the same numbers,
-see the same batches for as many steps, at the same learning rate. Three baselines put the numbers
-in place: *chance*, the *majority* answer, and the most frequent answer for each *outermost
-operator*, which needs one token only.
+arguments and are nested up to ten deep (`--tokens 500 2000 --depth 10 --arguments 10`); by default
+those here are shorter and flatter, so that six models can be trained on a CPU. All models are the
+same encoder with another attention. They have the same parameters (Linformer has its mixtures
+besides, shared by its layers), start from the same numbers, see the same batches for as many steps,
+at the same learning rate. Three baselines put the numbers in place: *chance*, the *majority*
+answer, and the most frequent answer for each *outermost operator*, which needs one token only.
 """
 
 from __future__ import annotations
@@ -76,24 +76,29 @@ FULL: dict[str, Any] = {
     "lengths": [256, 1024, 4096, 16384],
     "budget": 128,
     "expressions": (100_000, 4000),  # to train on, to test on
-    "tokens": (20, 60),  # of an expression
+    "tokens": [20, 60],  # of an expression, at least and at most
+    "depth": 3,
+    "arguments": 5,
     "listops_budget": 16,
     "width": 64,
     "layers": 3,
-    "steps": 4000,
+    "steps": 5000,
 }
 QUICK: dict[str, Any] = {
     "lengths": [64, 128],
     "budget": 16,
     "expressions": (500, 100),
-    "tokens": (20, 40),
+    "tokens": [20, 40],
+    "depth": 3,
+    "arguments": 5,
     "listops_budget": 8,
     "width": 16,
     "layers": 2,
     "steps": 5,
 }
-DEPTH, ARGUMENTS, NESTED = 3, 5, 0.25  # of ListOps; the arena has 10, 10 and 0.25
-BATCH, RATE = 32, 2e-3
+NESTED = 0.25  # share of arguments that are expressions
+TRIES = 100_000  # in a row without a new expression, after which it is said that there are none
+BATCH, RATE = 32, 3e-3
 
 # Forms of attention ###############################################################################
 
@@ -256,13 +261,13 @@ OPERATORS: dict[str, Callable[[list[int]], int]] = {
 WORDS = {word: i for i, word in enumerate(["class", *"0123456789", *OPERATORS, "]"])}
 
 
-def expression(rng: random.Random, depth: int) -> tuple[list[str], int]:
-    """A random expression and its value, nested at most ``depth`` deep."""
+def expression(rng: random.Random, depth: int, arguments: int) -> tuple[list[str], int]:
+    """A random expression, nested at most ``depth`` deep, and its value."""
     operator = rng.choice(list(OPERATORS))
     words, values = [operator], []
-    for _ in range(rng.randint(2, ARGUMENTS)):
+    for _ in range(rng.randint(2, arguments)):
         if depth > 1 and rng.random() < NESTED:
-            inner, value = expression(rng, depth - 1)
+            inner, value = expression(rng, depth - 1, arguments)
         else:
             value = rng.randrange(10)
             inner = [str(value)]
@@ -283,18 +288,26 @@ class Expressions(NamedTuple):
         return torch.cat(tokens), torch.tensor([len(words) for words in tokens])
 
 
-def listops(
-    sizes: tuple[int, int], length: tuple[int, int], seed: int
-) -> tuple[Expressions, Expressions]:
+def listops(args: argparse.Namespace) -> tuple[Expressions, Expressions]:
     """Expressions to train on and others to test on, none of them twice."""
-    rng, found = random.Random(seed), {}
-    while len(found) < sum(sizes):
-        words, value = expression(rng, DEPTH)
-        if length[0] <= len(words) <= length[1]:
+    rng, found, tries = random.Random(args.seed), {}, 0
+    least, most = args.tokens
+    while len(found) < sum(args.expressions):
+        words, value = expression(rng, args.depth, args.arguments)
+        known, tries = len(found), tries + 1
+        if least <= len(words) <= most:
             found[tuple(words)] = value
+        if len(found) > known:
+            tries = 0
+        if tries == TRIES:
+            raise SystemExit(
+                f"There are too few expressions of {least} to {most} tokens, {args.depth} deep and "
+                f"with {args.arguments} arguments: {len(found):,} found. Allow more of them."
+            )
     tokens = [torch.tensor([WORDS["class"], *map(WORDS.get, words)]) for words in found]
-    value = torch.tensor(list(found.values())).split(sizes)
-    return Expressions(tokens[: sizes[0]], value[0]), Expressions(tokens[sizes[0] :], value[1])
+    value = torch.tensor(list(found.values())).split(args.expressions)
+    size = args.expressions[0]
+    return Expressions(tokens[:size], value[0]), Expressions(tokens[size:], value[1])
 
 
 class Encoder(nn.Module):
@@ -457,6 +470,11 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser = option_parser(__doc__)
     parser.add_argument("--lengths", type=integer(2), nargs="+", help="tokens, for cost and error")
     parser.add_argument("--steps", type=integer(1), help="of training on ListOps")
+    parser.add_argument(
+        "--tokens", type=integer(4), nargs=2, metavar=("LEAST", "MOST"), help="of an expression"
+    )
+    parser.add_argument("--depth", type=integer(1), help="of expressions in each other, at most")
+    parser.add_argument("--arguments", type=integer(2), help="of an operator, at most")
     args = parser.parse_args(argv)
     for name, value in (QUICK if args.quick else FULL).items():
         if getattr(args, name, None) is None:
@@ -485,7 +503,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     report.picture(page, f"Error of the output with a budget of {args.budget}.")
 
     keep_pages()
-    sets = listops(args.expressions, args.tokens, args.seed)
+    sets = listops(args)
     baselines = {
         "chance": 10.0,
         "majority": most_frequent(*sets, lambda words: 0),

@@ -29,7 +29,7 @@ from tqdm import tqdm
 import graphattn
 from graphattn import Graph, backends
 from graphattn.data import evaluate
-from graphattn.experiment import integer, number
+from graphattn.experiment import figure, integer, number
 from graphattn.models import GraphTransformer, mask_labels
 
 # Options ##########################################################################################
@@ -514,18 +514,13 @@ def print_result(result: dict[str, Any]) -> None:
 
 
 def write(result: dict[str, Any], finished: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.json or args.out / "result.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     history = [run["history"] for run in finished]
     path.write_text(json.dumps({**result, "history": history}, indent=1) + "\n")
 
-    figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
+    drawing, axes = figure(width=6.4, height=4)
     colors = {"train": "tab:gray", "val": "tab:orange", "test": "tab:blue"}
     for number_of_run, epochs in enumerate(history):
         for name, color in colors.items():
@@ -546,6 +541,5 @@ def write(result: dict[str, Any], finished: list[dict[str, Any]], args: argparse
     axes.grid(alpha=0.3)
     axes.legend()
     curve = args.out / "curve.png"
-    figure.savefig(curve, dpi=120)
-    plt.close(figure)
+    drawing.savefig(curve, dpi=120)
     print(f"Written: {path}, {curve}")

@@ -347,7 +347,6 @@ class Report:
         self.args.out.mkdir(parents=True, exist_ok=True)
         path = self.args.out / f"{self.name}-{self._pictures}.png"
         figure.savefig(path, dpi=120, metadata={"Software": None})
-        figure.clear()
         self._page.append(f"![{caption}]({path.name})\n\n{caption}")
 
     def write(self) -> None:
@@ -394,13 +393,10 @@ def figure(
     Returns:
         ``(figure, axes)``: ``axes`` is one, or an array of them.
     """
-    import matplotlib
+    from matplotlib.figure import Figure  # without pyplot, which would keep it until closed
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    size = (width * columns, height * rows)
-    return plt.subplots(rows, columns, figsize=size, layout="constrained")
+    drawing = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    return drawing, drawing.subplots(rows, columns)
 
 
 def _command() -> str:

@@ -1,5 +1,6 @@
 """The example of efficient attention: its costs, errors and expressions, and that it is fair."""
 
+import argparse
 import importlib
 import json
 import random
@@ -30,6 +31,11 @@ def encoder(script, name, budget=8):
 
 def generator():
     return torch.Generator().manual_seed(0)
+
+
+def options(script, **changed):
+    """Those of a quick run."""
+    return argparse.Namespace(**{"seed": 0, **script.QUICK, **changed})
 
 
 def test_quick_run_writes_all_and_repeats_itself(script, tmp_path, capsys):
@@ -199,7 +205,7 @@ def test_values_of_expressions(script):
     names = list(script.WORDS)
     assert len(names) == 16
     seen, operators = set(), Counter()
-    for part in script.listops((1500, 500), (20, 60), 0):
+    for part in script.listops(options(script, expressions=(1500, 500), tokens=(20, 60))):
         for tokens, value in zip(part.tokens, part.value.tolist(), strict=True):
             first, *words = (names[token] for token in tokens)
             assert first == "class"
@@ -218,7 +224,7 @@ def test_values_of_expressions(script):
 
 def test_expressions_are_drawn_as_the_arena_does(script):
     rng = random.Random(0)
-    drawn = [script.expression(rng, 2)[0] for _ in range(2000)]
+    drawn = [script.expression(rng, 2, 5)[0] for _ in range(2000)]
     counts = [evaluate(words)[2] for words in drawn]
     arguments = np.array([count[-1] for count in counts])  # of the outermost, which closes last
     nested = sum(len(count) - 1 for count in counts)
@@ -227,6 +233,21 @@ def test_expressions_are_drawn_as_the_arena_does(script):
     digits = Counter(word for words in drawn for word in words if word.isdigit())
     assert len(digits) == 10
     assert min(digits.values()) > 0.9 * max(digits.values())
+
+
+def test_expressions_as_long_as_those_of_the_arena(script):
+    args = options(script, expressions=(6, 2), tokens=(500, 2000), depth=10, arguments=10)
+    names = list(script.WORDS)
+    drawn = [[names[token] for token in tokens[1:]] for tokens in script.listops(args)[0].tokens]
+    assert all(500 <= len(words) <= 2000 for words in drawn)
+    assert max(evaluate(words)[1] for words in drawn) > 3
+    assert max(max(evaluate(words)[2]) for words in drawn) == 10
+
+
+def test_too_few_expressions(script, monkeypatch):
+    monkeypatch.setattr(script, "TRIES", 1000)
+    with pytest.raises(SystemExit, match=r"of 20 to 40 tokens, 1 deep and with 5 arguments: 0 f"):
+        script.listops(options(script, depth=1))
 
 
 def test_models_differ_in_attention_only(script, monkeypatch):
@@ -253,16 +274,14 @@ def test_models_differ_in_attention_only(script, monkeypatch):
 def test_every_model_learns(script, name, monkeypatch):
     """What the outermost operator says is learned by all within few steps."""
     monkeypatch.setattr(script, "RATE", 1e-2)
-    sets = script.listops((600, 200), (4, 20), 0)
-    args = script.option_parser("x").parse_args(["--seed", "0"])
-    for option, value in {**script.QUICK, "steps": 60, "tokens": (4, 20)}.items():
-        setattr(args, option, value)
+    args = options(script, expressions=(600, 200), tokens=(4, 20), steps=60)
+    sets = script.listops(args)
     row = script.learn(name, *sets, args)
     assert row["accuracy, %"] > 5 + script.most_frequent(*sets, lambda words: 0)
 
 
 def test_baselines(script):
-    learn, test = script.listops((400, 100), (20, 40), 0)
+    learn, test = script.listops(options(script, expressions=(400, 100)))
     answers = Counter(learn.value.tolist()).most_common(1)[0][0]
     majority = 100 * np.mean([value == answers for value in test.value.tolist()])
     assert script.most_frequent(learn, test, lambda words: 0) == pytest.approx(majority)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib import pyplot
 from torch import nn
 
 from graphattn import experiment
@@ -194,3 +195,10 @@ def test_a_report_is_a_page_with_tables_pictures_and_numbers(tmp_path, capsys, m
     assert "12,000" in printed
     assert "Sheep are counted **twice**." in printed
     assert f"Written: {tmp_path / 'page' / 'sheep.md'}" in printed
+
+
+def test_figures_are_not_kept():
+    before = pyplot.get_fignums()
+    for _ in range(30):
+        experiment.figure(2)
+    assert pyplot.get_fignums() == before
