@@ -27,6 +27,7 @@ import torch
 from scipy.spatial import KDTree
 from torch import Tensor
 
+from graphattn._checks import check_at_least, check_choice
 from graphattn.graph import Graph
 
 __all__ = [
@@ -53,8 +54,6 @@ __all__ = [
 
 Length = int | Sequence[int] | Tensor
 """One length, or one for each sequence of a batch: integers or an int64 tensor ``[B]``."""
-
-_BOUNDARIES = ("clip", "shift", "wrap")
 
 
 def position(length: Length) -> Tensor:
@@ -138,8 +137,8 @@ def window(length: Length, left: int, right: int | None = None, *, dilation: int
             [0, 0, 1, 0, 1]], dtype=torch.int32)
     """
     right = left if right is None else right
-    _check_at_least("window", 0, left=left, right=right)
-    _check_at_least("window", 1, dilation=dilation)
+    check_at_least("window", 0, left=left, right=right)
+    check_at_least("window", 1, dilation=dilation)
     sizes, place, start = _place("window", length)
     before = (place // dilation).clamp(max=left)
     after = ((sizes - 1 - place) // dilation).clamp(max=right)
@@ -212,7 +211,7 @@ def global_tokens(length: Length, tokens: int | Tensor) -> Tensor:
             )
         is_global = tokens
     else:
-        _check_at_least("global_tokens", 0, tokens=tokens)
+        check_at_least("global_tokens", 0, tokens=tokens)
         is_global = place < tokens
     nodes = is_global.nonzero().squeeze(1)
     # Of each node's sequence: where its global tokens start among all global tokens, and how many.
@@ -242,7 +241,7 @@ def random(length: Length, num_keys: int, *, generator: torch.Generator | None =
     tensor([[1, 0],
             [0, 1]])
     """
-    _check_at_least("random", 0, num_keys=num_keys)
+    check_at_least("random", 0, num_keys=num_keys)
     sizes, place, start = _place("random", length)
     others = sizes - 1
     count = others.clamp(max=num_keys)
@@ -281,7 +280,7 @@ def expander(length: Length, degree: int, *, generator: torch.Generator | None =
     tensor([[1, 2, 0, 2, 0, 1],
             [0, 0, 1, 1, 2, 2]])
     """
-    _check_at_least("expander", 0, degree=degree)
+    check_at_least("expander", 0, degree=degree)
     if degree % 2 != 0:
         raise ValueError(f"expander: degree must be even, got {degree}.")
     sizes, place, start = _place("expander", length)
@@ -405,9 +404,8 @@ def grid(
     """
     heights, widths = _images("grid", height, width)
     rows, columns = window if isinstance(window, tuple) else (window, window)
-    _check_at_least("grid", 1, window=min(rows, columns))
-    if boundary not in _BOUNDARIES:
-        raise ValueError(f"grid: boundary must be one of {_BOUNDARIES}, got {boundary!r}.")
+    check_at_least("grid", 1, window=window)
+    check_choice("grid", ("clip", "shift", "wrap"), boundary=boundary)
     row_src, row_first, row_count = _axis(heights, rows, boundary)
     column_src, column_first, column_count = _axis(widths, columns, boundary)
 
@@ -463,7 +461,7 @@ def knn(x: Tensor, k: int, *, batch: Tensor | None = None) -> Tensor:
     tensor([[1, 0, 1],
             [0, 1, 2]])
     """
-    _check_at_least("knn", 0, k=k)
+    check_at_least("knn", 0, k=k)
     if x.dim() != 2:
         raise ValueError(f"knn: x must have shape (num_nodes, channels), got {tuple(x.shape)}.")
     length = _lengths_of("knn", batch, x.size(0), x.device)
@@ -533,8 +531,7 @@ def lsh_buckets(
             f"lsh_buckets: key_bucket must have the shape of bucket {tuple(bucket.shape)}, got "
             f"{tuple(key_bucket.shape)}."
         )
-    if chunk is not None:
-        _check_at_least("lsh_buckets", 1, chunk=chunk)
+    check_at_least("lsh_buckets", 1, chunk=chunk)
     num_nodes = bucket.size(-1)
     length = _lengths_of("lsh_buckets", batch, num_nodes, bucket.device)
     _, place, start = _place("lsh_buckets", length)
@@ -579,7 +576,7 @@ def virtual_nodes(length: Length, num_virtual: int) -> Tensor:
     tensor([[3, 3, 4, 0, 1, 2],
             [0, 1, 2, 3, 3, 4]])
     """
-    _check_at_least("virtual_nodes", 0, num_virtual=num_virtual)
+    check_at_least("virtual_nodes", 0, num_virtual=num_virtual)
     length = _lengths("virtual_nodes", length)
     graph, num_nodes = torch.repeat_interleave(length), int(length.sum())
     src, dst = _ranges(num_nodes + graph * num_virtual, torch.full_like(graph, num_virtual))
@@ -743,9 +740,3 @@ def _images(name: str, height: Length, width: Length) -> tuple[Tensor, Tensor]:
         )
     heights, widths = torch.broadcast_tensors(heights, widths)
     return heights, widths
-
-
-def _check_at_least(name: str, least: int, **numbers: int) -> None:
-    for argument, number in numbers.items():
-        if number < least:
-            raise ValueError(f"{name}: {argument} must be at least {least}, got {number}.")

@@ -40,6 +40,7 @@ from torch_geometric.transforms import BaseTransform
 from torch_geometric.utils import get_laplacian, to_scipy_sparse_matrix, to_undirected
 
 from graphattn import patterns
+from graphattn._checks import check_at_least, check_choice
 from graphattn.graph import Graph
 
 __all__ = ["AddAttentionEdges", "AddLaplacianEigenvectors", "AddRandomWalk"]
@@ -114,13 +115,9 @@ class AddLaplacianEigenvectors(BaseTransform):
         sign: str = "fixed",
     ) -> None:
         name = "AddLaplacianEigenvectors"
-        _check_positive(name, k=k)
-        if normalization not in ("sym", "rw", None):
-            raise ValueError(
-                f"{name}: normalization must be 'sym', 'rw' or None, got {normalization!r}."
-            )
-        if sign not in ("fixed", "random"):
-            raise ValueError(f"{name}: sign must be 'fixed' or 'random', got {sign!r}.")
+        check_at_least(name, 1, k=k)
+        check_choice(name, ("sym", "rw", None), normalization=normalization)
+        check_choice(name, ("fixed", "random"), sign=sign)
         self.k = k
         self.normalization = normalization
         self.attr_name = attr_name
@@ -199,7 +196,7 @@ class AddRandomWalk(BaseTransform):
     def __init__(
         self, walk_length: int, *, undirected: bool = False, attr_name: str = "random_walk"
     ) -> None:
-        _check_positive("AddRandomWalk", walk_length=walk_length)
+        check_at_least("AddRandomWalk", 1, walk_length=walk_length)
         self.walk_length = walk_length
         self.undirected = undirected
         self.attr_name = attr_name
@@ -277,8 +274,7 @@ class AddAttentionEdges(BaseTransform):
     def __init__(
         self, pattern: Callable[[int], Tensor], *, max_distance: int | None = None
     ) -> None:
-        if max_distance is not None:
-            _check_positive("AddAttentionEdges", max_distance=max_distance)
+        check_at_least("AddAttentionEdges", 1, max_distance=max_distance)
         self.pattern = pattern
         self.max_distance = max_distance
 
@@ -481,9 +477,3 @@ def _blocks(num_nodes: int) -> Iterator[tuple[int, int]]:
     size = max(1, _BLOCK // max(1, num_nodes))
     for start in range(0, num_nodes, size):
         yield start, min(start + size, num_nodes)
-
-
-def _check_positive(name: str, **numbers: int) -> None:
-    for argument, number in numbers.items():
-        if number < 1:
-            raise ValueError(f"{name}: {argument} must be at least 1, got {number}.")

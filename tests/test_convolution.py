@@ -174,7 +174,10 @@ def test_c56_compiles_without_a_break_for_changing_lengths() -> None:
         ({"kernel_size": 4}, "an odd kernel_size, so that a row is in the middle of what it sees"),
         ({"kernel_size": -1}, "got channels=4, kernel_size=-1."),
         ({"channels": 0}, "got channels=0, kernel_size=31."),
-        ({"norm": "group"}, "ConvolutionModule: norm must be 'layer' or 'batch', got 'group'."),
+        (
+            {"norm": "group"},
+            "ConvolutionModule: norm must be one of 'layer', 'batch', got 'group'.",
+        ),
     ],
     ids=str,
 )

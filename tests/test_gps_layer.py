@@ -402,7 +402,7 @@ def test_conformer_with_attention_that_takes_a_batch_vector() -> None:
     [
         ({"local": None}, "local and global_attention are both None. Give at least one of them."),
         ({"activation": "swish"}, "activation must be 'relu', 'gelu' or a function, got 'swish'."),
-        ({"norm": "group"}, "GPSLayer: norm must be 'layer' or 'batch', got 'group'."),
+        ({"norm": "group"}, "GPSLayer: norm must be one of 'layer', 'batch', got 'group'."),
         ({"dim_feedforward": 0}, "GPSLayer: dim_feedforward must be at least 1, got 0."),
     ],
     ids=str,

@@ -386,6 +386,11 @@ def test_c65_many_small_sequences():
         (lambda: patterns.expander(3, 3), ValueError, "degree must be even, got 3"),
         (lambda: patterns.expander(3, -2), ValueError, "degree must be at least 0"),
         (lambda: patterns.grid(3, 3, 0), ValueError, "grid: window must be at least 1, got 0"),
+        (
+            lambda: patterns.grid(3, 3, (3, 0)),
+            ValueError,
+            r"grid: window must be at least 1, got \(3, 0\)",
+        ),
         (lambda: patterns.grid(3, 3, 3, boundary="x"), ValueError, "one of .*'clip'.* got 'x'"),
         (lambda: patterns.grid([1, 2], [1, 2, 3], 3), ValueError, "each image, got 2 and 3"),
         (lambda: patterns.knn(torch.ones(3), 1), ValueError, r"x must have shape \(num_nodes"),

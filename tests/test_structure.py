@@ -29,6 +29,7 @@ ORDER = [
     "patterns",
     "graph",
     "_native",
+    "_checks",
 ]
 
 

@@ -276,9 +276,11 @@ def test_a_component_above_the_limit_beside_small_ones():
 def test_laplacian_refuses_what_it_cannot_mean():
     with pytest.raises(ValueError, match="k must be at least 1, got 0"):
         AddLaplacianEigenvectors(0)
-    with pytest.raises(ValueError, match="normalization must be 'sym', 'rw' or None, got 'l2'"):
+    with pytest.raises(
+        ValueError, match="normalization must be one of 'sym', 'rw', None, got 'l2'"
+    ):
         AddLaplacianEigenvectors(2, normalization="l2")
-    with pytest.raises(ValueError, match="sign must be 'fixed' or 'random', got 'first'"):
+    with pytest.raises(ValueError, match="sign must be one of 'fixed', 'random', got 'first'"):
         AddLaplacianEigenvectors(2, sign="first")
 
 

@@ -256,13 +256,13 @@ def test_c56_compiles_without_a_break_for_changing_batches() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"pool": "max"}, "pool must be one of ('class', 'mean'), got 'max'."),
+        ({"pool": "max"}, "pool must be one of 'class', 'mean', got 'max'."),
         (
             {"position": "rotary"},
-            "position must be one of ('learned', 'sinusoidal', 'relative', None), got 'rotary'.",
+            "position must be one of 'learned', 'sinusoidal', 'relative', None, got 'rotary'.",
         ),
-        ({"patch_size": 0}, "must be at least 1, got patch_size=0, in_channels=2, num_layers=2."),
-        ({"num_layers": 0}, "in_channels=2, num_layers=0."),
+        ({"patch_size": 0}, "patch_size must be at least 1, got 0."),
+        ({"num_layers": 0}, "num_layers must be at least 1, got 0."),
         ({"patch_size": 4}, "image_size must be a multiple of patch_size 4, got 6 x 8. Crop or"),
         ({"heads": 3}, "embed_dim 8 must be divisible by num_heads 3"),
         ({"activation": "swish"}, "activation must be 'relu', 'gelu' or a function, got 'swish'."),

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch_geometric.nn import BatchNorm, global_mean_pool
 from torch_geometric.nn.inits import reset
 
+from graphattn._checks import check_choice
 from graphattn.graph import Graph
 from graphattn.nn import GraphAttentionConv, GraphTransformerLayer
 
@@ -105,10 +106,10 @@ class GraphTransformer(nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        _check_choice("target", target, ("node", "edge", "graph"))
-        _check_choice("head", head, ("linear", "attention"))
-        _check_choice("norm", norm, tuple(_NORMS))
-        _check_choice("activation", activation, tuple(_ACTIVATIONS))
+        check_choice("GraphTransformer", ("node", "edge", "graph"), target=target)
+        check_choice("GraphTransformer", ("linear", "attention"), head=head)
+        check_choice("GraphTransformer", _NORMS, norm=norm)
+        check_choice("GraphTransformer", _ACTIVATIONS, activation=activation)
         if num_layers < 1 or heads < 1 or hidden_channels % heads != 0:
             raise ValueError(
                 "GraphTransformer: expected num_layers >= 1 and hidden_channels divisible by "
@@ -344,9 +345,3 @@ def mask_labels(
     draw = torch.rand(known.shape, generator=generator, device=known.device)
     shown = known & (draw < rate)
     return torch.where(shown, y, -1), known & ~shown
-
-
-def _check_choice(name: str, value: str | None, choices: tuple[str | None, ...]) -> None:
-    if value not in choices:
-        known = ", ".join(repr(choice) for choice in choices)
-        raise ValueError(f"GraphTransformer: {name} must be one of {known}, got {value!r}.")

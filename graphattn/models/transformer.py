@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch_geometric.nn.inits import reset
 
 from graphattn import patterns
+from graphattn._checks import check_choice
 from graphattn.graph import Graph
 from graphattn.nn.attention import KeyValueCache
 from graphattn.nn.block import GraphTransformerDecoderLayer, GraphTransformerLayer
@@ -131,8 +132,8 @@ class Transformer(nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        _check_choice("position", position, _POSITIONS)
-        _check_choice("tie_embeddings", tie_embeddings, _TIES)
+        check_choice("Transformer", _POSITIONS, position=position)
+        check_choice("Transformer", _TIES, tie_embeddings=tie_embeddings)
         if min(num_encoder_layers, num_decoder_layers) < 0 or not (
             num_encoder_layers or num_decoder_layers
         ):
@@ -787,9 +788,3 @@ def _check_absent(half: str, **inputs: object) -> None:
             raise ValueError(
                 f"Transformer: {name} is given, but the model was built without {half}."
             )
-
-
-def _check_choice(name: str, value: str | None, choices: tuple[str | None, ...]) -> None:
-    if value not in choices:
-        known = ", ".join(repr(choice) for choice in choices)
-        raise ValueError(f"Transformer: {name} must be one of {known}, got {value!r}.")

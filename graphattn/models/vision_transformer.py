@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch_geometric.nn.inits import reset
 
 from graphattn import patterns
+from graphattn._checks import check_at_least, check_choice
 from graphattn.graph import Graph
 from graphattn.nn.block import GraphTransformerLayer
 from graphattn.nn.encoding import LearnedEncoding, RelativeBias, SinusoidalEncoding
@@ -94,16 +95,15 @@ class VisionTransformer(nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        for name, value, choices in (("pool", pool, _POOLS), ("position", position, _POSITIONS)):
-            if value not in choices:
-                raise ValueError(
-                    f"VisionTransformer: {name} must be one of {choices}, got {value!r}."
-                )
-        if min(patch_size, in_channels, num_layers) < 1:
-            raise ValueError(
-                "VisionTransformer: patch_size, in_channels and num_layers must be at least 1, got "
-                f"patch_size={patch_size}, in_channels={in_channels}, num_layers={num_layers}."
-            )
+        check_choice("VisionTransformer", _POOLS, pool=pool)
+        check_choice("VisionTransformer", _POSITIONS, position=position)
+        check_at_least(
+            "VisionTransformer",
+            1,
+            patch_size=patch_size,
+            in_channels=in_channels,
+            num_layers=num_layers,
+        )
         self.patch_size = patch_size
         self.in_channels = in_channels
         self.pattern = pattern

@@ -14,6 +14,7 @@ from torch_geometric.nn.dense import Linear
 from torch_geometric.utils import is_torch_sparse_tensor, softmax
 
 from graphattn import backends
+from graphattn._checks import check_at_least, check_dropout
 from graphattn.dropout import draw_seed, drop
 from graphattn.functional import attention_weights, graph_attention
 from graphattn.graph import Graph
@@ -102,10 +103,10 @@ class GraphAttentionConv(MessagePassing):
         decomposed_layers: int = 1,
         backend: str = "auto",
     ) -> None:
-        _check_positive("GraphAttentionConv", heads=heads, out_channels=out_channels)
+        check_at_least("GraphAttentionConv", 1, heads=heads, out_channels=out_channels)
         if edge_dim != -1:
-            _check_positive("GraphAttentionConv", edge_dim=edge_dim)
-        _check_dropout("GraphAttentionConv", dropout)
+            check_at_least("GraphAttentionConv", 1, edge_dim=edge_dim)
+        check_dropout("GraphAttentionConv", dropout)
         backends.check_name(backend, function="GraphAttentionConv")
         if decomposed_layers != 1:
             raise ValueError(
@@ -432,15 +433,16 @@ class GraphMultiheadAttention(nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        _check_positive(
+        check_at_least(
             "GraphMultiheadAttention",
+            1,
             embed_dim=embed_dim,
             num_heads=num_heads,
             kdim=kdim,
             vdim=vdim,
             edge_dim=edge_dim,
         )
-        _check_dropout("GraphMultiheadAttention", dropout)
+        check_dropout("GraphMultiheadAttention", dropout)
         backends.check_name(backend, function="GraphMultiheadAttention")
         if embed_dim % num_heads != 0:
             raise ValueError(
@@ -746,14 +748,3 @@ def _is_plain(module: nn.Module | None, kind: type[nn.Module]) -> bool:
         and not module._backward_pre_hooks
         and not module._backward_hooks
     )
-
-
-def _check_positive(name: str, **numbers: int | None) -> None:
-    for argument, number in numbers.items():
-        if number is not None and number < 1:
-            raise ValueError(f"{name}: {argument} must be at least 1, got {number}.")
-
-
-def _check_dropout(name: str, dropout: float) -> None:
-    if not 0.0 <= dropout <= 1.0:
-        raise ValueError(f"{name}: dropout must be a probability from 0 to 1, got {dropout}.")

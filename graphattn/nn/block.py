@@ -10,12 +10,26 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch_geometric.nn.inits import reset
 
+from graphattn._checks import check_at_least
 from graphattn.graph import Graph
 from graphattn.nn.attention import GraphMultiheadAttention, KeyValueCache
 
 __all__ = ["GraphTransformerDecoderLayer", "GraphTransformerLayer"]
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
+
+
+def activation_function(
+    owner: str, activation: str | Callable[[Tensor], Tensor]
+) -> Callable[[Tensor], Tensor]:
+    """The function that is called ``"relu"`` or ``"gelu"``; any other function is itself."""
+    if not isinstance(activation, str):
+        return activation
+    if activation not in _ACTIVATIONS:
+        raise ValueError(
+            f"{owner}: activation must be 'relu', 'gelu' or a function, got {activation!r}."
+        )
+    return _ACTIVATIONS[activation]
 
 
 class _TransformerLayer(nn.Module):
@@ -40,14 +54,8 @@ class _TransformerLayer(nn.Module):
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        if dim_feedforward < 1:
-            raise ValueError(f"{name}: dim_feedforward must be at least 1, got {dim_feedforward}.")
-        if isinstance(activation, str):
-            if activation not in _ACTIVATIONS:
-                raise ValueError(
-                    f"{name}: activation must be 'relu', 'gelu' or a function, got {activation!r}."
-                )
-            activation = _ACTIVATIONS[activation]
+        check_at_least(name, 1, dim_feedforward=dim_feedforward)
+        activation = activation_function(name, activation)
         if attention_dropout is None:
             attention_dropout = dropout
         # Modules come in the order of torch's layers, and so does the state_dict.

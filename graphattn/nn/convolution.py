@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch_geometric.nn import BatchNorm
 
+from graphattn._checks import check_choice
+
 __all__ = ["ConvolutionModule"]
 
 NORMS: dict[str, Callable[[int], nn.LayerNorm | BatchNorm]] = {
@@ -60,8 +62,7 @@ class ConvolutionModule(nn.Module):
                 f"row is in the middle of what it sees, got channels={channels}, "
                 f"kernel_size={kernel_size}."
             )
-        if norm not in NORMS:
-            raise ValueError(f"ConvolutionModule: norm must be 'layer' or 'batch', got {norm!r}.")
+        check_choice("ConvolutionModule", NORMS, norm=norm)
         self.channels = channels
         self.kernel_size = kernel_size
         self.pointwise1 = nn.Linear(channels, 2 * channels)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from graphattn._checks import check_at_least
 from graphattn.graph import Graph
 
 __all__ = [
@@ -67,7 +68,7 @@ class SinusoidalEncoding(nn.Module):
 
     def __init__(self, channels: int, *, base: float = 10000.0) -> None:
         super().__init__()
-        _check_at_least("SinusoidalEncoding", 1, channels=channels)
+        check_at_least("SinusoidalEncoding", 1, channels=channels)
         _check_base("SinusoidalEncoding", base)
         self.channels = channels
         self.base = base
@@ -141,7 +142,7 @@ class LearnedEncoding(nn.Module):
 
     def __init__(self, num_positions: int | tuple[int, ...], channels: int) -> None:
         super().__init__()
-        _check_at_least("LearnedEncoding", 1, num_positions=num_positions, channels=channels)
+        check_at_least("LearnedEncoding", 1, num_positions=num_positions, channels=channels)
         self.num_positions = num_positions
         self.channels = channels
         self.weight = nn.Parameter(torch.empty(sum(_as_tuple(num_positions)), channels))
@@ -221,7 +222,7 @@ class LaplacianEncoding(nn.Module):
 
     def __init__(self, k: int, channels: int) -> None:
         super().__init__()
-        _check_at_least("LaplacianEncoding", 1, k=k, channels=channels)
+        check_at_least("LaplacianEncoding", 1, k=k, channels=channels)
         self.k = k
         self.channels = channels
         self.lin = nn.Linear(k, channels, bias=False)
@@ -318,8 +319,8 @@ class RelativeBias(nn.Module):
 
     def __init__(self, num_heads: int, max_distance: int | tuple[int, ...]) -> None:
         super().__init__()
-        _check_at_least("RelativeBias", 1, num_heads=num_heads)
-        _check_at_least("RelativeBias", 0, max_distance=max_distance)
+        check_at_least("RelativeBias", 1, num_heads=num_heads)
+        check_at_least("RelativeBias", 0, max_distance=max_distance)
         self.num_heads = num_heads
         self.max_distance = max_distance
         offsets = math.prod(2 * distance + 1 for distance in _as_tuple(max_distance))
@@ -395,8 +396,8 @@ class ShortestPathBias(nn.Module):
 
     def __init__(self, num_heads: int, max_distance: int) -> None:
         super().__init__()
-        _check_at_least("ShortestPathBias", 1, num_heads=num_heads)
-        _check_at_least("ShortestPathBias", 0, max_distance=max_distance)
+        check_at_least("ShortestPathBias", 1, num_heads=num_heads)
+        check_at_least("ShortestPathBias", 0, max_distance=max_distance)
         self.num_heads = num_heads
         self.max_distance = max_distance
         self.weight = nn.Parameter(torch.empty(max_distance + 3, num_heads))
@@ -453,7 +454,7 @@ class AlibiBias(nn.Module):
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
-        _check_at_least("AlibiBias", 1, num_heads=num_heads)
+        check_at_least("AlibiBias", 1, num_heads=num_heads)
         self.num_heads = num_heads
 
     def forward(self, graph: Graph | Tensor, position: Tensor | tuple[Tensor, Tensor]) -> Tensor:
@@ -526,7 +527,7 @@ class RotaryEncoding(nn.Module):
 
     def __init__(self, head_dim: int, *, base: float = 10000.0) -> None:
         super().__init__()
-        _check_at_least("RotaryEncoding", 1, head_dim=head_dim)
+        check_at_least("RotaryEncoding", 1, head_dim=head_dim)
         if head_dim % 2 != 0:
             raise ValueError(
                 f"RotaryEncoding: head_dim must be even, because channels are rotated in pairs, "
@@ -617,13 +618,6 @@ def _offset(graph: Graph | Tensor, position: tuple[Tensor, Tensor]) -> Tensor:
 
 def _as_tuple(number: int | tuple[int, ...]) -> tuple[int, ...]:
     return (number,) if isinstance(number, int) else tuple(number)
-
-
-def _check_at_least(name: str, least: int, **numbers: int | tuple[int, ...]) -> None:
-    for argument, given in numbers.items():
-        each = _as_tuple(given)
-        if len(each) == 0 or min(each) < least:
-            raise ValueError(f"{name}: {argument} must be at least {least}, got {given}.")
 
 
 def _check_base(name: str, base: float) -> None:

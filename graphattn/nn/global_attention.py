@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graphattn import backends, patterns
+from graphattn._checks import check_at_least, check_dropout
 from graphattn.functional import graph_attention
 from graphattn.graph import Graph
 from graphattn.nn.attention import GraphMultiheadAttention
@@ -49,7 +50,7 @@ class _SelfAttention(nn.Module):
     def __init__(self, embed_dim: int, num_heads: int, bias: bool, *, projections: int = 3) -> None:
         super().__init__()
         self._name = type(self).__name__
-        _check_positive(self._name, embed_dim=embed_dim, num_heads=num_heads)
+        check_at_least(self._name, 1, embed_dim=embed_dim, num_heads=num_heads)
         if embed_dim % num_heads != 0:
             raise ValueError(
                 f"{self._name}: embed_dim {embed_dim} must be divisible by num_heads {num_heads}."
@@ -140,7 +141,7 @@ class GlobalAttention(_SelfAttention):
         backend: str = "auto",
     ) -> None:
         super().__init__(embed_dim, num_heads, bias)
-        _check_dropout(self._name, dropout)
+        check_dropout(self._name, dropout)
         backends.check_name(backend, function=self._name)
         self.dropout = dropout
         self.backend = backend
@@ -237,7 +238,7 @@ class PerformerAttention(_SelfAttention):
         redraw_interval: int | None = 1000,
     ) -> None:
         super().__init__(embed_dim, num_heads, bias)
-        _check_positive(self._name, num_features=num_features, redraw_interval=redraw_interval)
+        check_at_least(self._name, 1, num_features=num_features, redraw_interval=redraw_interval)
         if num_features is None:
             num_features = max(16, math.ceil(self.head_dim * math.log(self.head_dim)))
         self.num_features = num_features
@@ -420,8 +421,8 @@ class LinformerAttention(_SelfAttention):
         per_head: bool = False,
     ) -> None:
         super().__init__(embed_dim, num_heads, bias)
-        _check_positive(self._name, max_length=max_length, projected_length=projected_length)
-        _check_dropout(self._name, dropout)
+        check_at_least(self._name, 1, max_length=max_length, projected_length=projected_length)
+        check_dropout(self._name, dropout)
         self.max_length = max_length
         self.projected_length = projected_length
         self.dropout = dropout
@@ -575,8 +576,8 @@ class ReformerAttention(_SelfAttention):
         backend: str = "auto",
     ) -> None:
         super().__init__(embed_dim, num_heads, bias, projections=2 if shared_qk else 3)
-        _check_positive(self._name, num_hashes=num_hashes, bucket_size=bucket_size, chunk=chunk)
-        _check_dropout(self._name, dropout)
+        check_at_least(self._name, 1, num_hashes=num_hashes, bucket_size=bucket_size, chunk=chunk)
+        check_dropout(self._name, dropout)
         backends.check_name(backend, function=self._name)
         self.num_hashes = num_hashes
         self.bucket_size = bucket_size
@@ -770,14 +771,3 @@ def _copy_parameters(module: Exact, attention: _T) -> _T:
     weight = module.out_proj.weight
     attention.to(weight.device, weight.dtype).load_state_dict(module.state_dict())
     return attention.train(module.training)
-
-
-def _check_positive(name: str, **numbers: int | None) -> None:
-    for argument, number in numbers.items():
-        if number is not None and number < 1:
-            raise ValueError(f"{name}: {argument} must be at least 1, got {number}.")
-
-
-def _check_dropout(name: str, dropout: float) -> None:
-    if not 0.0 <= dropout <= 1.0:
-        raise ValueError(f"{name}: dropout must be a probability from 0 to 1, got {dropout}.")

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch_geometric.nn.inits import reset
 
+from graphattn._checks import check_at_least, check_choice
 from graphattn.graph import Graph
 from graphattn.nn.attention import GraphMultiheadAttention
+from graphattn.nn.block import activation_function
 from graphattn.nn.convolution import NORMS
 
 __all__ = ["ConformerLayer", "GPSLayer", "GraphSelfAttention"]
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
 
 
 class GraphSelfAttention(nn.Module):
@@ -132,12 +132,7 @@ class GPSLayer(nn.Module):
             raise ValueError(
                 "GPSLayer: local and global_attention are both None. Give at least one of them."
             )
-        if isinstance(activation, str) and activation not in _ACTIVATIONS:
-            raise ValueError(
-                f"GPSLayer: activation must be 'relu', 'gelu' or a function, got {activation!r}."
-            )
-        if norm not in NORMS:
-            raise ValueError(f"GPSLayer: norm must be 'layer' or 'batch', got {norm!r}.")
+        check_choice("GPSLayer", NORMS, norm=norm)
         self.channels = channels
         self.local = local
         self.global_attention = global_attention
@@ -149,7 +144,7 @@ class GPSLayer(nn.Module):
             channels,
             2 * channels if dim_feedforward is None else dim_feedforward,
             dropout,
-            _ACTIVATIONS[activation] if isinstance(activation, str) else activation,
+            activation_function("GPSLayer", activation),
         )
         self.dropout = nn.Dropout(dropout)
         self.norm_first = norm_first
@@ -338,8 +333,7 @@ class _FeedForward(nn.Module):
         activation: Callable[[Tensor], Tensor],
     ) -> None:
         super().__init__()
-        if hidden < 1:
-            raise ValueError(f"{owner}: dim_feedforward must be at least 1, got {hidden}.")
+        check_at_least(owner, 1, dim_feedforward=hidden)
         self.linear1 = nn.Linear(channels, hidden)
         self.activation = activation
         self.linear2 = nn.Linear(hidden, channels)
