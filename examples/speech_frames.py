@@ -344,13 +344,12 @@ def costs(recording: Frames, args: argparse.Namespace) -> list[dict[str, Any]]:
             if expected > 0.8 * psutil.virtual_memory().available:
                 continue
             with nullcontext() if kernel is None else sdpa_kernel(kernel):
-                if length == args.lengths[0]:
-                    seconds_of_step(model, batch)  # warms up
                 with PeakMemory(torch.device("cpu")) as peak:
-                    seconds = [seconds_of_step(model, batch)]
-                while len(seconds) < 3 and sum(seconds) < 5:
+                    first = seconds_of_step(model, batch)
+                seconds: list[float] = []
+                while len(seconds) < 5 and first + sum(seconds) < 5:
                     seconds.append(seconds_of_step(model, batch))
-            row["seconds"] = statistics.median(seconds)
+            row["seconds"] = statistics.median(seconds or [first])
             if peak.bytes is not None:
                 expected, size = float(peak.bytes), peak.bytes / 1e6
                 row["MB"] = round(size) if size >= 100 else size
@@ -481,10 +480,10 @@ def report_costs(report: Report, cost: list[dict[str, Any]]) -> None:
         if row["model"].startswith("full"):
             largest[row["model"]] = row["MB / truncated"] or largest.get(row["model"], math.nan)
     report.table("A training step on one utterance", cost)
+    times = ", ".join(f"{ratio:.3g} ({form})" for form, ratio in largest.items())
     report.text(
-        "At the greatest length that was measured, truncated attention takes "
-        + ", ".join(f"1/{times:.3g} of the memory of {form}" for form, times in largest.items())
-        + "."
+        "Memory of full attention over that of truncated attention, at the greatest length that "
+        f"was measured: {times}."
     )
     skipped = [f"{row['model']} at {row['frames']:,} frames" for row in cost if not row["seconds"]]
     if skipped:

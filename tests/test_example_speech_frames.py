@@ -288,5 +288,5 @@ def test_sentences_come_from_the_numbers(speech):
     rows, sizes, skipped = said
     assert [row["MB / truncated"] for row in rows] == [1, None, 1, 1, 10, 10, 1, 1, 1, 1]
     assert rows[0]["seconds / truncated"] == 1
-    assert "1/1 of the memory of full, matrix, 1/1 of the memory of full, fused, 1/10 of" in sizes
+    assert "was measured: 1 (full, matrix), 1 (full, fused), 10 (full, graph)." in sizes
     assert skipped.endswith("sufficed: full, matrix at 20 frames.")
