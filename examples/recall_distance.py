@@ -382,7 +382,7 @@ def summary_of_times(rows: list[dict[str, Any]]) -> str:
         ratio = last[f"{work}, {ATTENTION}"] / last[f"{work}, {GRU}"]
         lines.append(
             f"- From {first['tokens']:,} to {last['tokens']:,} tokens the time of {what} becomes "
-            f"{growth}. At the end attention takes {ratio:.2g} times as long as the GRU."
+            f"{growth}. At the end attention takes {ratio:,.1f} times as long as the GRU."
         )
     return "\n".join(lines)
 
