@@ -305,7 +305,7 @@ class Report:
     def __init__(self, script: str, doc: str, args: argparse.Namespace) -> None:
         self.name, self.args = Path(script).stem, args
         title, _, text = inspect.cleandoc(doc).partition("\n")
-        self._start = time.perf_counter()
+        self._start, self._commit = time.perf_counter(), commit()  # before anything is written
         self._pictures = 0
         self._tables: dict[str, list[dict[str, Any]]] = {}
         self._page = [f"# {title.rstrip('.')}", text.strip(), self._setting()]
@@ -358,7 +358,7 @@ class Report:
         page.write_text("\n\n".join(part for part in self._page if part) + "\n", encoding="utf-8")
         result = {
             "command": _command(),
-            "commit": commit(),
+            "commit": self._commit,
             "cpu": cpu_model(),
             "threads": torch.get_num_threads(),
             "versions": {"graphattn": graphattn.__version__, "torch": torch.__version__},
