@@ -19,10 +19,11 @@ def check_at_least(owner: str, least: int, **numbers: int | Sequence[int] | None
             raise ValueError(f"{owner}: {argument} must be at least {least}, got {given}.")
 
 
-def check_dropout(owner: str, dropout: float) -> None:
-    """Raises ``ValueError`` unless ``dropout`` is a probability."""
-    if not 0.0 <= dropout <= 1.0:
-        raise ValueError(f"{owner}: dropout must be a probability from 0 to 1, got {dropout}.")
+def check_probability(owner: str, **probabilities: float) -> None:
+    """Raises ``ValueError`` for a number, given by the name of its argument, not from 0 to 1."""
+    for argument, given in probabilities.items():
+        if not 0.0 <= given <= 1.0:
+            raise ValueError(f"{owner}: {argument} must be a probability from 0 to 1, got {given}.")
 
 
 def check_choice(owner: str, choices: Iterable[str | None], **values: str | None) -> None:

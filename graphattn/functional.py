@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphattn import _ops, backends
-from graphattn._checks import check_dropout
+from graphattn._checks import check_probability
 from graphattn.backends import composite
 from graphattn.dropout import draw_seed
 from graphattn.graph import Graph
@@ -107,7 +107,7 @@ def graph_attention(
             f"{name}: edge features are added to key and value, so value_dim must equal head_dim "
             f"{query.size(-1)}, got {value.size(-1)}."
         )
-    check_dropout(name, dropout)
+    check_probability(name, dropout=dropout)
     out = _attention(
         _choose(name, backend, query, value, edge_attr),
         query,

@@ -1,4 +1,4 @@
-"""GPSLayer against PyG's GPSConv and by hand; ConformerLayer by hand."""
+"""GPSLayer against PyG's GPSConv and by hand; ConformerLayer and PolynormerLayer by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from graphattn.nn.global_attention import (
     PerformerAttention,
     ReformerAttention,
 )
-from graphattn.nn.gps import ConformerLayer, GPSLayer, GraphSelfAttention
+from graphattn.nn.gps import ConformerLayer, GPSLayer, GraphSelfAttention, PolynormerLayer
 from graphattn.patterns import batch_vector, complete, position, window
 from parity import assert_equal_to, leaf
 
@@ -213,6 +213,8 @@ def layers() -> Iterator[tuple[str, nn.Module]]:
     yield "gps, pre-norm", GPSLayer(8, SAGEConv(8, 8), GlobalAttention(8, 2), norm_first=True)
     yield "gps, convolution", GPSLayer(8, ConvolutionModule(8, 3), GlobalAttention(8, 2))
     yield "conformer", ConformerLayer(8, self_attention(8, 2), ConvolutionModule(8, 3), dropout=0.0)
+    yield "polynormer, local", PolynormerLayer(8, GraphAttentionConv(8, 4, heads=2))
+    yield "polynormer, global", PolynormerLayer(8, copy.deepcopy(GLOBAL["performer"]))
 
 
 LAYERS = dict(layers())
@@ -220,8 +222,8 @@ LAYERS = dict(layers())
 
 def call(name: str, layer: nn.Module, x: Tensor, lengths: list[int]) -> Tensor:
     batch = batch_vector(lengths)
-    graph = batch if "convolution" in name else window(lengths, 1)
-    return layer(x, graph, batch=batch)
+    graph = batch if name.endswith(("convolution", "global")) else window(lengths, 1)
+    return layer(x, graph) if "polynormer" in name else layer(x, graph, batch=batch)
 
 
 @pytest.mark.parametrize("name", list(LAYERS))
@@ -394,6 +396,40 @@ def test_conformer_with_attention_that_takes_a_batch_vector() -> None:
     assert_equal_to(layer(x, BATCH, batch=BATCH), same(x, complete(LENGTHS), batch=BATCH))
 
 
+# Polynormer #######################################################################################
+
+
+@pytest.mark.parametrize("edge_dim", [None, 3])
+def test_polynormer_equals_a_hand_written_layer(edge_dim: int | None) -> None:
+    attention = GraphAttentionConv(8, 4, heads=2, edge_dim=edge_dim)
+    layer, x = moved(PolynormerLayer(8, attention)), torch.randn(8, 8).double()
+    edge_attr = None if edge_dim is None else torch.randn(7, edge_dim).double()
+    y = layer.attention(x, EDGE_INDEX, edge_attr).clamp(min=0.0)
+    h = (x @ layer.lin_gate.weight.T + layer.lin_gate.bias).clamp(min=0.0)
+    product = h * y
+    centred = product - product.mean(dim=1, keepdim=True)
+    normal = centred / (centred.square().mean(dim=1, keepdim=True) + 1e-5).sqrt()
+    normal = normal * layer.norm.weight + layer.norm.bias
+    beta = 1 / (1 + (-layer.mix).exp())
+    out, weights = layer(x, EDGE_INDEX, edge_attr=edge_attr, return_attention_weights=True)
+    torch.testing.assert_close(out, (1 - beta) * normal + beta * y)
+    torch.testing.assert_close(layer(x, EDGE_INDEX, edge_attr=edge_attr), out)
+    assert weights[1].shape == (7, 2)
+
+
+def test_c51_polynormer_trains_every_parameter() -> None:
+    x = torch.randn(8, 8).double()
+    for name in ("polynormer, local", "polynormer, global"):
+        layer = moved(copy.deepcopy(LAYERS[name]))
+        assert_trains(layer, call(name, layer, x, LENGTHS))
+
+
+def test_polynormer_drops_what_attention_gives() -> None:
+    layer, x = PolynormerLayer(8, GraphAttentionConv(8, 4, heads=2), dropout=1.0), torch.randn(8, 8)
+    torch.testing.assert_close(layer(x, EDGE_INDEX), torch.zeros(8, 8))
+    assert (layer.eval()(x, EDGE_INDEX) != 0.0).any()
+
+
 # Refusals #########################################################################################
 
 
@@ -412,6 +448,8 @@ def test_constructor_refuses(options: dict[str, object], text: str) -> None:
         GPSLayer(**({"channels": 8, "local": SAGEConv(8, 8), "global_attention": None} | options))
     with pytest.raises(ValueError, match="ConformerLayer: dim_feedforward must be at least 1"):
         ConformerLayer(8, nn.Identity(), nn.Identity(), dim_feedforward=0)
+    with pytest.raises(ValueError, match="PolynormerLayer: dropout must be a probability from 0"):
+        PolynormerLayer(8, nn.Identity(), dropout=1.5)
 
 
 def test_c38_global_attention_needs_to_know_the_graphs() -> None:
@@ -446,3 +484,5 @@ def test_a_part_of_another_width_is_named() -> None:
     layer = ConformerLayer(8, SAGEConv(8, 1), ConvolutionModule(8, 3))
     with pytest.raises(ValueError, match="ConformerLayer: SAGEConv must keep the shape of x"):
         layer(x, EDGE_INDEX, batch=BATCH)
+    with pytest.raises(ValueError, match="PolynormerLayer: SAGEConv must keep the shape of x"):
+        PolynormerLayer(8, SAGEConv(8, 1))(x, EDGE_INDEX)

@@ -64,6 +64,127 @@ def test_c51_transformer_blocks_train_every_parameter(activation, edge_dim):
     every_parameter_has_a_gradient(model, model(X, EDGES, edge_attr=edge_attr))
 
 
+KINDS = [{}, {"feedforward": 32}, {"gated": True}]
+
+
+@pytest.mark.parametrize("global_layers", [0, 2])
+@pytest.mark.parametrize("jumping_knowledge", ["cat", "max", "sum", None])
+@pytest.mark.parametrize("kind", KINDS)
+def test_c51_layers_of_every_kind_and_what_comes_after(kind, jumping_knowledge, global_layers):
+    options = {"jumping_knowledge": jumping_knowledge, "global_layers": global_layers}
+    model = GraphTransformer(8, 16, 3, 3, 4, edge_dim=2, **options, **kind)
+    out = model(X, EDGES, edge_attr=torch.randn(6, 2))
+    assert out.shape == (5, 3)
+    every_parameter_has_a_gradient(model, out)
+
+
+def outputs_of_layers(model):
+    """What each layer gives, once the model is called."""
+    outputs = []
+    for index, layer in enumerate(model.layers):
+        # With a normalisation and an activation after it, that counts.
+        last = model.norms[index] if index < len(model.norms) else layer
+        last.register_forward_hook(
+            lambda _, inputs, out: outputs.append(out.relu() if model.plain else out)
+        )
+    return outputs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("jump", ["cat", "max", "sum"])
+def test_jumping_knowledge_reads_all_layers(kind, jump):
+    model = GraphTransformer(8, 16, 3, 3, 4, jumping_knowledge=jump, **kind).eval()
+    outputs = outputs_of_layers(model)
+    out = model(X, EDGES)
+    assert len(outputs) == 3
+    if jump == "cat":
+        joined = torch.cat(outputs, dim=1) @ model.lin_jump.weight.T + model.lin_jump.bias
+    else:
+        joined = torch.stack(outputs).sum(0) if jump == "sum" else torch.stack(outputs).max(0)[0]
+    if model.final_norm is not None:
+        joined = model.final_norm(joined)
+    torch.testing.assert_close(model.head(joined), out)
+
+
+def test_residual_adds_the_input_of_each_layer():
+    torch.manual_seed(0)
+    model = GraphTransformer(8, 16, 3, 2, 4, residual=True, norm=None).eval()
+    h = X @ model.lin_in.weight.T + model.lin_in.bias
+    for conv in model.layers:
+        h = h + conv(h, EDGES).relu()
+    torch.testing.assert_close(model(X, EDGES), model.head(h))
+    # The first layer changes the size: there is nothing to add.
+    model = GraphTransformer(8, 16, 3, 1, 4, residual=True, input_projection=False).eval()
+    h = model.norms[0](model.layers[0](X, EDGES)).relu()
+    torch.testing.assert_close(model(X, EDGES), model.head(h))
+
+
+def test_gated_model_is_a_sum_of_its_layers_then_attention_to_all():
+    model = GraphTransformer(
+        8, 16, 3, 2, 4, gated=True, jumping_knowledge="sum", global_layers=1
+    ).eval()
+    h, total = model.lin_in(X), 0.0
+    for layer in model.layers:
+        h = layer(h, EDGES)
+        total = total + h
+    nodes = torch.zeros(5, dtype=torch.int64)
+    h = model.global_layers[0](model.global_norm(total), nodes)
+    torch.testing.assert_close(model(X, EDGES), model.head(h))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_c75_global_layers_do_not_mix_graphs(kind):
+    model = GraphTransformer(8, 16, 3, 2, 4, global_layers=2, **kind).eval()
+    edges = torch.cat([EDGES, EDGES + 5], dim=1)
+    batch = torch.tensor([0] * 5 + [1] * 5)
+    together = model(torch.cat([X, 2 * X]), edges, batch=batch)
+    torch.testing.assert_close(together, torch.cat([model(X, EDGES), model(2 * X, EDGES)]))
+    # The isolated node hears of all others, as it does not without global layers.
+    changed = X.clone()
+    changed[0] += 1.0
+    assert not torch.allclose(model(changed, EDGES)[4], model(X, EDGES)[4])
+
+
+def test_input_dropout_is_that_of_features():
+    model = GraphTransformer(8, 16, 3, 2, 4, dropout=0.0, input_dropout=1.0)
+    torch.testing.assert_close(model(X, EDGES), model(0 * X, EDGES))
+    assert not torch.allclose(model.eval()(X, EDGES), model(0 * X, EDGES))
+    assert GraphTransformer(8, 16, 3, dropout=0.3).input_dropout == 0.3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_edge_dropout_leaves_out_edges_in_training(kind, monkeypatch):
+    model = GraphTransformer(8, 16, 3, 2, 4, edge_dim=2, edge_dropout=0.5, **kind)
+    edge_attr = torch.randn(6, 2)
+    monkeypatch.setattr(
+        torch, "rand", lambda *size, **_: torch.tensor([0.1, 0.9, 0.5, 0.4, 0.6, 0.2])
+    )
+    out, kept = model(X, EDGES, edge_attr=edge_attr), torch.tensor([1, 2, 4])
+    torch.testing.assert_close(out, model.eval()(X, EDGES[:, kept], edge_attr=edge_attr[kept]))
+    assert not torch.allclose(out, model(X, EDGES, edge_attr=edge_attr))
+
+
+def test_edge_dropout_at_its_ends_and_with_weights():
+    model = GraphTransformer(8, 16, 3, 2, 4, edge_dropout=1.0)
+    torch.testing.assert_close(model(X, EDGES), model(X, EDGES[:, :0]))
+    with pytest.raises(ValueError, match="return_attention_weights=True while edge_dropout"):
+        model(X, EDGES, return_attention_weights=True)
+    out, weights = model.eval()(X, EDGES, return_attention_weights=True)
+    assert out.shape == (5, 3)
+    assert weights[0].shape == (6, 4)
+
+
+def test_shares_of_labels_are_inputs_too():
+    model = GraphTransformer(8, 16, 3, 2, 4, label_classes=3).eval()
+    hard = torch.tensor([2, -1, 0, 1, -1])
+    soft = torch.zeros(5, 3)
+    soft[[0, 2, 3], [2, 0, 1]] = 1.0
+    torch.testing.assert_close(model(X, EDGES, labels=soft), model(X, EDGES, labels=hard))
+    soft[1] = torch.tensor([0.2, 0.3, 0.5])
+    expected = model.lin_in(X) + soft @ model.label_embedding.weight[1:]
+    torch.testing.assert_close(model._inputs(X, Graph(EDGES, 5), soft, None), expected)
+
+
 def test_every_input_together():
     model = GraphTransformer(
         8, 16, 3, 2, 4, label_classes=3, degree_encoding=True, encoding_channels=2
@@ -95,7 +216,7 @@ def test_degrees_alone_tell_a_hub_from_a_leaf():
 
 
 def test_weights_of_each_layer_come_in_the_callers_edge_order():
-    for options in ({}, {"feedforward": 32}):
+    for options in KINDS:
         model = GraphTransformer(8, 16, 3, num_layers=3, heads=4, **options).eval()
         out, weights = model(X, EDGES, return_attention_weights=True)
         torch.testing.assert_close(out, model(X, EDGES))
@@ -115,7 +236,9 @@ def test_c17_graph_target_with_empty_graphs():
     assert torch.equal(out[1], out[3])
 
 
-@pytest.mark.parametrize("options", [{}, {"feedforward": 32}, {"norm": "batch"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"feedforward": 32}, {"norm": "batch"}, {"gated": True, "global_layers": 1}]
+)
 def test_a_batch_of_graphs_equals_its_parts(options):
     model = GraphTransformer(8, 16, 2, 2, 4, target="graph", **options).eval()
     other = torch.tensor([[0, 1], [1, 2]])
@@ -159,7 +282,13 @@ def test_c45_dropout_is_off_in_evaluation():
 
 
 @pytest.mark.parametrize(
-    "options", [{"head": "attention"}, {"feedforward": 32}, {"input_projection": False}]
+    "options",
+    [
+        {"head": "attention"},
+        {"feedforward": 32},
+        {"input_projection": False},
+        {"gated": True, "jumping_knowledge": "cat", "global_layers": 1},
+    ],
 )
 def test_state_dict_copy_and_reset(options):
     torch.manual_seed(0)
@@ -205,6 +334,14 @@ def test_an_edge_index_is_sorted_once_for_all_layers(monkeypatch):
         ({"input_projection": False, "label_classes": 3}, "input_projection=False needs features"),
         ({"head": "attention", "feedforward": 32}, "head='attention' needs target='node'"),
         ({"head": "attention", "target": "graph"}, "head='attention' needs target='node'"),
+        ({"head": "attention", "gated": True}, "head='attention' needs target='node'"),
+        ({"head": "attention", "global_layers": 1}, "no jumping_knowledge and no global_layers"),
+        ({"gated": True, "feedforward": 32}, "gated=True and feedforward exclude each other"),
+        ({"gated": True, "input_projection": False}, "input_projection=False needs features"),
+        ({"jumping_knowledge": "lstm"}, "jumping_knowledge must be one of 'cat', 'max', 'sum', N"),
+        ({"global_layers": -1}, "global_layers must be at least 0, got -1"),
+        ({"edge_dropout": 1.5}, "edge_dropout must be a probability from 0 to 1, got 1.5"),
+        ({"input_dropout": -0.1}, "input_dropout must be a probability from 0 to 1, got -0.1"),
     ],
 )
 def test_wrong_options_are_named(options, message):

@@ -10,13 +10,20 @@ from torch.nn import functional as F
 from torch_geometric.nn import BatchNorm, global_mean_pool
 from torch_geometric.nn.inits import reset
 
-from graphattn._checks import check_choice
+from graphattn._checks import check_at_least, check_choice, check_probability
 from graphattn.graph import Graph
-from graphattn.nn import GraphAttentionConv, GraphTransformerLayer
+from graphattn.nn import (
+    GPSLayer,
+    GraphAttentionConv,
+    GraphTransformerLayer,
+    PerformerAttention,
+    PolynormerLayer,
+)
 
 __all__ = ["GraphTransformer", "mask_labels"]
 
 _DEGREE_BINS = 32
+_JUMPS = ("cat", "max", "sum", None)
 _NORMS: dict[str | None, Callable[[int], nn.Module]] = {
     "layer": nn.LayerNorm,
     "batch": lambda channels: BatchNorm(channels, allow_single_element=True),
@@ -33,11 +40,15 @@ class GraphTransformer(nn.Module):
     .. math:: h^{(0)} = W x + E_{\mathrm{label}} + E_{\mathrm{degree}} + P p, \qquad
         h^{(l)} = \mathrm{layer}_l(h^{(l-1)}, \text{edges}), \qquad y = \mathrm{head}(h^{(L)})
 
-    with only those terms that are asked for. Layers are of one of two kinds. Without
-    ``feedforward``, each is attention, normalisation and activation, as in UniMP
-    (https://arxiv.org/abs/2009.03509), which also takes known labels as inputs (see
-    :func:`mask_labels`). With ``feedforward``, each is a pre-norm Transformer block
-    (https://arxiv.org/abs/2002.04745).
+    with only those terms that are asked for. Layers are of one of three kinds:
+
+    - attention, normalisation and activation, as in UniMP (https://arxiv.org/abs/2009.03509), which
+      also takes known labels as inputs (see :func:`mask_labels`);
+    - with ``feedforward``, pre-norm Transformer blocks (https://arxiv.org/abs/2002.04745);
+    - with ``gated``, :class:`~graphattn.nn.PolynormerLayer` (https://arxiv.org/abs/2403.01232).
+
+    After them may come ``global_layers`` in which every node sees all nodes of its graph, at linear
+    cost.
 
     Args:
         in_channels: Size of node features; 0 when nodes have none.
@@ -45,11 +56,19 @@ class GraphTransformer(nn.Module):
         out_channels: Number of outputs: classes, or regression targets.
         num_layers: Number of layers, an attention head included.
         heads: Number of attention heads.
-        feedforward: Width of the feed-forward networks of Transformer blocks; ``None`` for
-            attention layers.
+        feedforward: Width of the feed-forward networks of Transformer blocks; ``None`` for the
+            other kinds.
+        gated: Layers whose attention is multiplied by a projection of their input.
         target: What an output belongs to: ``"node"``, ``"edge"`` or ``"graph"``.
         head: ``"linear"``, or ``"attention"``: the last attention layer itself gives the outputs,
             its heads averaged, as in GAT and UniMP (node targets and attention layers only).
+        jumping_knowledge: What the head reads: ``None``, the last layer; ``"cat"``, a projection of
+            all layers side by side; ``"max"``, the largest of them, channel by channel; ``"sum"``,
+            their sum. Source: "Representation Learning on Graphs with Jumping Knowledge Networks"
+            (https://arxiv.org/abs/1806.03536).
+        global_layers: Layers of :class:`~graphattn.nn.PerformerAttention` after the others: gated
+            ones with ``gated``, else Transformer blocks of width ``feedforward``, by default ``2 *
+            hidden_channels``.
         label_classes: Take known labels as inputs, of this many classes; 0 for none.
         degree_encoding: Add an embedding of each node's in-degree, by powers of two.
         encoding_channels: Size of the positional encodings given to ``forward``; 0 for none.
@@ -58,12 +77,17 @@ class GraphTransformer(nn.Module):
         edge_dim: Size of edge features; ``None`` for none.
         root_weight: Skip connection of attention layers. Transformer blocks always have theirs.
         beta: Gate that skip connection.
+        residual: Add the input of each attention layer to its output, where sizes agree. The other
+            kinds always have ways around their attention.
         norm: Normalisation after each attention layer: ``"layer"``, ``"batch"`` or ``None``.
-            Transformer blocks always use layer normalisation.
+            The other kinds always use layer normalisation.
         activation: ``"relu"``, ``"gelu"`` or ``"elu"``.
         dropout: Probability of dropping features, before each layer and before the head, in
             training.
+        input_dropout: Probability of dropping entries of ``x``, in training. Default ``dropout``.
         attention_dropout: Probability of dropping attention weights, in training.
+        edge_dropout: Probability of leaving out an edge, in training: in each forward pass anew,
+            for all layers alike.
         backend: As in :func:`graphattn.graph_attention`.
 
     Raises:
@@ -90,8 +114,11 @@ class GraphTransformer(nn.Module):
         heads: int = 4,
         *,
         feedforward: int | None = None,
+        gated: bool = False,
         target: str = "node",
         head: str = "linear",
+        jumping_knowledge: str | None = None,
+        global_layers: int = 0,
         label_classes: int = 0,
         degree_encoding: bool = False,
         encoding_channels: int = 0,
@@ -99,15 +126,26 @@ class GraphTransformer(nn.Module):
         edge_dim: int | None = None,
         root_weight: bool = True,
         beta: bool = False,
+        residual: bool = False,
         norm: str | None = "layer",
         activation: str = "relu",
         dropout: float = 0.0,
+        input_dropout: float | None = None,
         attention_dropout: float = 0.0,
+        edge_dropout: float = 0.0,
         backend: str = "auto",
     ) -> None:
         super().__init__()
         check_choice("GraphTransformer", ("node", "edge", "graph"), target=target)
+        check_at_least("GraphTransformer", 0, global_layers=global_layers)
+        check_probability(
+            "GraphTransformer",
+            dropout=dropout,
+            input_dropout=dropout if input_dropout is None else input_dropout,
+            edge_dropout=edge_dropout,
+        )
         check_choice("GraphTransformer", ("linear", "attention"), head=head)
+        check_choice("GraphTransformer", _JUMPS, jumping_knowledge=jumping_knowledge)
         check_choice("GraphTransformer", _NORMS, norm=norm)
         check_choice("GraphTransformer", _ACTIVATIONS, activation=activation)
         if num_layers < 1 or heads < 1 or hidden_channels % heads != 0:
@@ -123,21 +161,35 @@ class GraphTransformer(nn.Module):
                 "nor "
                 "positional encodings are asked for."
             )
-        if not input_projection and (in_channels == 0 or more_inputs or feedforward is not None):
+        if gated and feedforward is not None:
+            raise ValueError(
+                "GraphTransformer: gated=True and feedforward exclude each other: layers are of "
+                "one kind."
+            )
+        plain = feedforward is None and not gated
+        if not input_projection and (in_channels == 0 or more_inputs or not plain):
             raise ValueError(
                 "GraphTransformer: input_projection=False needs features, attention layers (no "
-                "feedforward) and no label, degree or positional inputs."
+                "feedforward, not gated) and no label, degree or positional inputs."
             )
-        if head == "attention" and (target != "node" or feedforward is not None):
+        after_layers = jumping_knowledge is not None or global_layers > 0
+        if head == "attention" and (target != "node" or not plain or after_layers):
             raise ValueError(
-                "GraphTransformer: head='attention' needs target='node' and attention layers (no "
-                f"feedforward), got target={target!r}, feedforward={feedforward}."
+                "GraphTransformer: head='attention' needs target='node', attention layers (no "
+                "feedforward, not gated), no jumping_knowledge and no global_layers, got "
+                f"target={target!r}, feedforward={feedforward}, gated={gated}, "
+                f"jumping_knowledge={jumping_knowledge!r}, global_layers={global_layers}."
             )
         self.in_channels = in_channels
         self.label_classes = label_classes
         self.encoding_channels = encoding_channels
         self.target = target
         self.dropout = dropout
+        self.input_dropout = dropout if input_dropout is None else input_dropout
+        self.edge_dropout = edge_dropout
+        self.residual = residual
+        self.plain = plain
+        self.jumping_knowledge = jumping_knowledge
         self.activation = _ACTIVATIONS[activation]
 
         hidden = hidden_channels
@@ -153,7 +205,7 @@ class GraphTransformer(nn.Module):
         self.norms = nn.ModuleList()
         for index in range(num_layers):
             if feedforward is not None:
-                layer = GraphTransformerLayer(
+                block = GraphTransformerLayer(
                     hidden,
                     heads,
                     feedforward,
@@ -164,7 +216,7 @@ class GraphTransformer(nn.Module):
                     edge_dim=edge_dim,
                     backend=backend,
                 )
-                self.layers.append(layer)
+                self.layers.append(block)
                 continue
             gives_output = head == "attention" and index == num_layers - 1
             conv = GraphAttentionConv(
@@ -178,10 +230,32 @@ class GraphTransformer(nn.Module):
                 root_weight=root_weight,
                 backend=backend,
             )
-            self.layers.append(conv)
-            if not gives_output:
+            self.layers.append(PolynormerLayer(hidden, conv, dropout=dropout) if gated else conv)
+            if plain and not gives_output:
                 self.norms.append(_NORMS[norm](hidden))
-        self.final_norm = nn.LayerNorm(hidden) if feedforward is not None else None
+        self.lin_jump = (
+            nn.Linear(num_layers * hidden, hidden) if jumping_knowledge == "cat" else None
+        )
+        self.global_layers: nn.ModuleList = nn.ModuleList()
+        for _ in range(global_layers):
+            attention = PerformerAttention(hidden, heads)
+            self.global_layers.append(
+                PolynormerLayer(hidden, attention, dropout=dropout)
+                if gated
+                else GPSLayer(
+                    hidden,
+                    None,
+                    attention,
+                    dim_feedforward=feedforward,
+                    dropout=dropout,
+                    activation=self.activation,
+                    norm_first=True,
+                )
+            )
+        # Pre-norm blocks leave their sum as it is; gated layers need one before attention to all.
+        blocks = feedforward is not None or (global_layers > 0 and not gated)
+        self.final_norm = nn.LayerNorm(hidden) if blocks else None
+        self.global_norm = nn.LayerNorm(hidden) if global_layers > 0 and gated else None
         self.head: nn.Module | None = None
         if target == "edge":
             self.head = nn.Sequential(
@@ -214,16 +288,19 @@ class GraphTransformer(nn.Module):
             x: ``[N, in_channels]``, or ``None`` when nodes have no features.
             graph: :class:`~graphattn.Graph` or ``edge_index [2, E]``.
             edge_attr: ``[E, edge_dim]``.
-            labels: ``[N]`` int64, the known label of each node and -1 where it is not known.
+            labels: ``[N]`` int64, the known label of each node and -1 where it is not known; or
+                ``[N, label_classes]`` floating, the share of each class, zeros where nothing is
+                known, so that predictions can be inputs too.
             encoding: ``[N, encoding_channels]``, positional encodings.
             batch: ``[N]`` int64, the graph that each node belongs to; needed for
-                ``target="graph"``.
+                ``target="graph"``. With ``global_layers`` it must be sorted, and the default is one
+                graph.
             batch_size: Number of graphs. Default ``batch.max() + 1``; give it when the last ones
                 have no nodes.
             edge_label_index: ``[2, L]``, the pairs of nodes to predict; needed for
                 ``target="edge"``.
             return_attention_weights: Also return the weights ``[E, heads]`` of each layer, before
-                dropout, in the caller's edge order.
+                dropout, in the caller's edge order: of ``layers``, not of ``global_layers``.
 
         Returns:
             ``[N, out_channels]`` for nodes, ``[L, out_channels]`` for edges, ``[B, out_channels]``
@@ -231,7 +308,7 @@ class GraphTransformer(nn.Module):
 
         Raises:
             ValueError: An input that the model was built for is missing, or one that it was not is
-                given.
+                given; attention weights are asked for while edges are dropped.
         """
         for name, given, expected in (
             ("x", x, self.in_channels > 0),
@@ -251,9 +328,20 @@ class GraphTransformer(nn.Module):
                 )
         graph = self._graph(graph, x, labels, encoding, batch)
         h = self._inputs(x, graph, labels, encoding)
+        if self.training and self.edge_dropout > 0.0:
+            if return_attention_weights:
+                raise ValueError(
+                    "GraphTransformer: return_attention_weights=True while edge_dropout leaves out "
+                    "edges. Call model.eval() first."
+                )
+            kept = torch.rand(graph.num_edges, device=graph.device) >= self.edge_dropout
+            edge_attr = None if edge_attr is None else edge_attr[kept]
+            size = (graph.num_src, graph.num_dst)
+            graph = Graph(graph.edge_index[:, kept], size, validate=False)
         weights: list[Tensor] = []
+        outputs: list[Tensor] = []
         for index, layer in enumerate(self.layers):
-            if self.final_norm is None:
+            if self.plain:
                 h = F.dropout(h, self.dropout, self.training)
             out = layer(
                 h, graph, edge_attr=edge_attr, return_attention_weights=return_attention_weights
@@ -261,11 +349,31 @@ class GraphTransformer(nn.Module):
             if return_attention_weights:
                 out, alpha = out
                 weights.append(alpha[1] if isinstance(alpha, tuple) else alpha)
-            h = self.activation(self.norms[index](out)) if index < len(self.norms) else out
+            if index < len(self.norms):
+                out = self.activation(self.norms[index](out))
+                if self.residual and out.shape == h.shape:
+                    out = out + h
+            h = out
+            outputs.append(h)
+        h = self._jump(outputs)
+        if self.global_norm is not None:
+            h = self.global_norm(h)
+        nodes = h.new_zeros(h.size(0), dtype=torch.int64) if batch is None else batch
+        for layer in self.global_layers:
+            gated = isinstance(layer, PolynormerLayer)
+            h = layer(h, nodes) if gated else layer(h, None, batch=nodes)
         if self.final_norm is not None:
             h = self.final_norm(h)
         out = self._head(h, batch, batch_size, edge_label_index)
         return (out, weights) if return_attention_weights else out
+
+    def _jump(self, outputs: list[Tensor]) -> Tensor:
+        if self.jumping_knowledge is None:
+            return outputs[-1]
+        if self.lin_jump is not None:
+            return self.lin_jump(torch.cat(outputs, dim=-1))
+        stacked = torch.stack(outputs)
+        return stacked.sum(0) if self.jumping_knowledge == "sum" else stacked.amax(0)
 
     def _graph(self, graph: Graph | Tensor, *per_node: Tensor | None) -> Graph:
         if isinstance(graph, Graph):
@@ -285,9 +393,13 @@ class GraphTransformer(nn.Module):
         if x is not None:
             terms.append(x)
             if self.lin_in is not None:
-                terms = [self.lin_in(F.dropout(x, self.dropout, self.training))]
+                terms = [self.lin_in(F.dropout(x, self.input_dropout, self.training))]
         if self.label_embedding is not None and labels is not None:
-            terms.append(self.label_embedding(labels + 1))
+            terms.append(
+                labels.to(self.label_embedding.weight.dtype) @ self.label_embedding.weight[1:]
+                if labels.is_floating_point()
+                else self.label_embedding(labels + 1)
+            )
         if self.degree_embedding is not None:
             bins = torch.log2(graph.in_degree().float() + 1).long()
             terms.append(self.degree_embedding(bins.clamp(max=_DEGREE_BINS - 1)))

@@ -18,7 +18,7 @@ from graphattn.nn.global_attention import (
     PerformerAttention,
     ReformerAttention,
 )
-from graphattn.nn.gps import ConformerLayer, GPSLayer, GraphSelfAttention
+from graphattn.nn.gps import ConformerLayer, GPSLayer, GraphSelfAttention, PolynormerLayer
 from graphattn.nn.linear_cost import linear_attention
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "LearnedEncoding",
     "LinformerAttention",
     "PerformerAttention",
+    "PolynormerLayer",
     "ReformerAttention",
     "RelativeBias",
     "RotaryEncoding",

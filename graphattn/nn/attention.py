@@ -14,7 +14,7 @@ from torch_geometric.nn.dense import Linear
 from torch_geometric.utils import is_torch_sparse_tensor, softmax
 
 from graphattn import backends
-from graphattn._checks import check_at_least, check_dropout
+from graphattn._checks import check_at_least, check_probability
 from graphattn.dropout import draw_seed, drop
 from graphattn.functional import attention_weights, graph_attention
 from graphattn.graph import Graph
@@ -106,7 +106,7 @@ class GraphAttentionConv(MessagePassing):
         check_at_least("GraphAttentionConv", 1, heads=heads, out_channels=out_channels)
         if edge_dim != -1:
             check_at_least("GraphAttentionConv", 1, edge_dim=edge_dim)
-        check_dropout("GraphAttentionConv", dropout)
+        check_probability("GraphAttentionConv", dropout=dropout)
         backends.check_name(backend, function="GraphAttentionConv")
         if decomposed_layers != 1:
             raise ValueError(
@@ -442,7 +442,7 @@ class GraphMultiheadAttention(nn.Module):
             vdim=vdim,
             edge_dim=edge_dim,
         )
-        check_dropout("GraphMultiheadAttention", dropout)
+        check_probability("GraphMultiheadAttention", dropout=dropout)
         backends.check_name(backend, function="GraphMultiheadAttention")
         if embed_dim % num_heads != 0:
             raise ValueError(

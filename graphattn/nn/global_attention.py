@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graphattn import backends, patterns
-from graphattn._checks import check_at_least, check_dropout
+from graphattn._checks import check_at_least, check_probability
 from graphattn.functional import graph_attention
 from graphattn.graph import Graph
 from graphattn.nn.attention import GraphMultiheadAttention
@@ -141,7 +141,7 @@ class GlobalAttention(_SelfAttention):
         backend: str = "auto",
     ) -> None:
         super().__init__(embed_dim, num_heads, bias)
-        check_dropout(self._name, dropout)
+        check_probability(self._name, dropout=dropout)
         backends.check_name(backend, function=self._name)
         self.dropout = dropout
         self.backend = backend
@@ -422,7 +422,7 @@ class LinformerAttention(_SelfAttention):
     ) -> None:
         super().__init__(embed_dim, num_heads, bias)
         check_at_least(self._name, 1, max_length=max_length, projected_length=projected_length)
-        check_dropout(self._name, dropout)
+        check_probability(self._name, dropout=dropout)
         self.max_length = max_length
         self.projected_length = projected_length
         self.dropout = dropout
@@ -577,7 +577,7 @@ class ReformerAttention(_SelfAttention):
     ) -> None:
         super().__init__(embed_dim, num_heads, bias, projections=2 if shared_qk else 3)
         check_at_least(self._name, 1, num_hashes=num_hashes, bucket_size=bucket_size, chunk=chunk)
-        check_dropout(self._name, dropout)
+        check_probability(self._name, dropout=dropout)
         backends.check_name(backend, function=self._name)
         self.num_hashes = num_hashes
         self.bucket_size = bucket_size

@@ -1,20 +1,22 @@
-"""Blocks that are made of the parts they are given: GraphGPS and the Conformer."""
+"""Blocks that are made of the parts they are given: GraphGPS, the Conformer, Polynormer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch_geometric.nn.inits import reset
 
-from graphattn._checks import check_at_least, check_choice
+from graphattn._checks import check_at_least, check_choice, check_probability
 from graphattn.graph import Graph
 from graphattn.nn.attention import GraphMultiheadAttention
 from graphattn.nn.block import activation_function
 from graphattn.nn.convolution import NORMS
 
-__all__ = ["ConformerLayer", "GPSLayer", "GraphSelfAttention"]
+__all__ = ["ConformerLayer", "GPSLayer", "GraphSelfAttention", "PolynormerLayer"]
 
 
 class GraphSelfAttention(nn.Module):
@@ -319,6 +321,86 @@ class ConformerLayer(nn.Module):
         x = x + 0.5 * self.feedforward2(self.norm_feedforward2(x))
         out: Tensor = self.norm(x)
         return out
+
+
+class PolynormerLayer(nn.Module):
+    r"""Attention whose output is multiplied by a projection of its input: Polynormer's layer.
+
+    .. math:: y = \mathrm{ReLU}(\mathrm{attention}(x)), \qquad h = \mathrm{ReLU}(W_h x + b_h),
+        \qquad z = (1 - \beta) \odot \mathrm{LN}(h \odot y) + \beta \odot y, \qquad
+        \beta = \sigma(\gamma)
+
+    with a learned :math:`\gamma` for each channel. Each such layer doubles the degree of the
+    polynomial of the inputs that a model can be. Source: "Polynormer: Polynomial-Expressive Graph
+    Transformer in Linear Time" (https://arxiv.org/abs/2403.01232).
+
+    The attention is a module, called as in :class:`GPSLayer`: a local one as ``attention(x,
+    graph)``, such as :class:`GraphAttentionConv` with its skip connection ``root_weight``, which is
+    the paper's; a global one as ``attention(x, batch)``, such as :class:`PerformerAttention`.
+
+    Args:
+        channels: Size of node features, which the attention keeps.
+        attention: Local or global attention.
+        dropout: Probability of dropping entries of :math:`y`, in training.
+
+    Raises:
+        ValueError: ``channels`` or ``dropout`` is out of range.
+
+    >>> import torch
+    >>> from graphattn.nn import GraphAttentionConv
+    >>> layer = PolynormerLayer(8, GraphAttentionConv(8, 4, heads=2))
+    >>> layer(torch.randn(3, 8), torch.tensor([[0, 1], [1, 2]])).shape
+    torch.Size([3, 8])
+    """
+
+    def __init__(self, channels: int, attention: nn.Module, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        check_at_least("PolynormerLayer", 1, channels=channels)
+        check_probability("PolynormerLayer", dropout=dropout)
+        self.channels = channels
+        self.attention = attention
+        self.lin_gate = nn.Linear(channels, channels)
+        self.norm = nn.LayerNorm(channels)
+        self.mix = nn.Parameter(torch.zeros(channels))
+        self.dropout = nn.Dropout(dropout)
+
+    def reset_parameters(self) -> None:
+        """Draws all parameters anew, those of the attention included."""
+        for child in self.children():
+            reset(child)
+        nn.init.zeros_(self.mix)
+
+    def forward(
+        self,
+        x: Tensor,
+        where: Graph | Tensor | None,
+        *,
+        edge_attr: Tensor | None = None,
+        return_attention_weights: bool = False,
+    ) -> Any:
+        """Attends and multiplies.
+
+        Args:
+            x: ``[N, channels]``.
+            where: What the attention takes: a :class:`~graphattn.Graph` or ``edge_index``, or the
+                graph of each node ``[N]``.
+            edge_attr: ``[E, *]``, for an attention that takes it.
+            return_attention_weights: Also return the weights, of an attention that has them.
+
+        Returns:
+            ``[N, channels]``, or a pair with what the attention returns beside its output.
+
+        Raises:
+            ValueError: The output of the attention has another shape than ``x``.
+        """
+        if return_attention_weights:
+            y, weights = self.attention(x, where, edge_attr, return_attention_weights=True)
+        else:
+            y, weights = _call("PolynormerLayer", self.attention, x, where, edge_attr), None
+        y = self.dropout(F.relu(y))
+        mix = self.mix.sigmoid()
+        out: Tensor = (1 - mix) * self.norm(F.relu(self.lin_gate(x)) * y) + mix * y
+        return (out, weights) if return_attention_weights else out
 
 
 class _FeedForward(nn.Module):
