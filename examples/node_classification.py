@@ -18,33 +18,6 @@ from ogbn_arxiv import load_or_exit
 from graphattn import keep_pages
 from training import add_options, parse, train
 
-# Two layers that read the features as they are, small and heavily regularised: there are 20 labels
-# a class.
-PLANETOID = {
-    "hidden": 64,
-    "layers": 2,
-    "heads": 8,
-    "head": "attention",
-    "input_projection": False,
-    "root_weight": False,
-    "self_loops": True,
-    "norm": "none",
-    "activation": "elu",
-    "dropout": 0.6,
-    "attention_dropout": 0.6,
-    "normalize_features": True,
-    "epochs": 200,
-    "lr": 0.005,
-    "weight_decay": 5e-4,
-    "log_every": 50,
-}
-PRESETS = {
-    "cora": PLANETOID,
-    "citeseer": PLANETOID,
-    "pubmed": PLANETOID,
-}
-OTHERS = {"heads": 4, "dropout": 0.5, "epochs": 300, "log_every": 20}
-
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(
@@ -52,7 +25,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     )
     parser.add_argument("--dataset", required=True, help="for instance cora, tolokers, karate")
     add_options(parser)
-    args = parse(parser, argv, lambda args: PRESETS.get(args.dataset, OTHERS))
+    args = parse(parser, argv)
     return train(load_or_exit(parser, args), args)
 
 

@@ -34,17 +34,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "--demo", action="store_true", help="one short run, on whichever set is there"
     )
     add_options(parser)
-    args = parse(parser, argv, preset)
-    return train(load_demo(args) if args.demo else load_or_exit(parser, args), args)
-
-
-def preset(args: argparse.Namespace) -> dict[str, Any]:
-    unimp = {"hidden": 128, "heads": 2, "beta": True, "head": "attention", "dropout": 0.3}
+    args = parse(parser, argv, lambda args: "demo" if args.demo else "ogbn-arxiv")
     if args.demo:
         args.overwrite = not args.resume
-        quick = {"hidden": 64, "layers": 2, "norm": "batch", "dropout": 0.1}
-        return {**unimp, **quick, "runs": 1, "epochs": 30, "lr": 0.03}
-    return unimp
+    return train(load_demo(args) if args.demo else load_or_exit(parser, args), args)
 
 
 def load_demo(args: argparse.Namespace) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import resource
@@ -17,11 +18,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import tomllib
 import torch
 import torch_geometric
 from torch import Tensor
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch_geometric.data import Data
+from torch_geometric.nn import CorrectAndSmooth
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.transforms import NormalizeFeatures
 from torch_geometric.utils import to_undirected
 from tqdm import tqdm
@@ -35,95 +40,112 @@ from graphattn.models import GraphTransformer, mask_labels
 # Options ##########################################################################################
 
 
+CONFIGS = Path(__file__).parent / "configs"
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
-    flag = argparse.BooleanOptionalAction
+    flag, share = argparse.BooleanOptionalAction, number(0, 1)
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="options in TOML, which those given here override (default: configs/DATASET.toml)",
+    )
+
     data = parser.add_argument_group("data")
-    data.add_argument("--root", type=Path, default=Path("datasets"), help="folder of the data sets")
-    data.add_argument("--download", action="store_true", help="download the set if it is not there")
-    data.add_argument("--directed", action="store_true", help="keep edges as stored, one-way")
-    data.add_argument("--self-loops", action=flag, help="let every node attend to itself")
-    data.add_argument("--normalize-features", action=flag, help="scale feature rows to sum to 1")
+    add = data.add_argument
+    add("--root", type=Path, default=Path("datasets"), help="folder of the data sets")
+    add("--download", action="store_true", help="download the set if it is not there")
+    add("--directed", action="store_true", help="keep edges as stored, one-way")
+    add("--directions", action=flag, help="tell stored edges and their reverses apart")
+    add("--self-loops", action=flag, help="let every node attend to itself")
+    add("--normalize-features", action=flag, help="scale feature rows to sum to 1")
 
     model = parser.add_argument_group("model")
-    model.add_argument("--hidden", type=integer(1), help="width of the layers")
-    model.add_argument("--layers", type=integer(1), help="number of layers")
-    model.add_argument("--heads", type=integer(1), help="attention heads")
-    model.add_argument("--feedforward", type=integer(1), help="Transformer blocks of this width")
-    model.add_argument("--head", choices=("linear", "attention"), help="what makes the output")
-    model.add_argument("--input-projection", action=flag, help="project features first")
-    model.add_argument("--root-weight", action=flag, help="skip connection of attention layers")
-    model.add_argument("--beta", action=flag, help="gate the skip connection")
-    model.add_argument("--norm", choices=("layer", "batch", "none"), help="normalisation")
-    model.add_argument("--activation", choices=("relu", "gelu", "elu"))
-    model.add_argument("--dropout", type=number(0, 1), help="on features")
-    model.add_argument("--attention-dropout", type=number(0, 1), help="on attention weights")
-    model.add_argument(
+    add = model.add_argument
+    add("--hidden", type=integer(1), default=128, help="width of the layers")
+    add("--layers", type=integer(1), default=3, help="number of layers")
+    add("--heads", type=integer(1), default=4, help="attention heads")
+    add("--feedforward", type=integer(1), help="Transformer blocks of this width")
+    add("--gated", action=flag, help="gated layers, as in Polynormer")
+    add("--global-layers", type=integer(0), default=0, help="layers in which each node sees all")
+    add("--jumping-knowledge", choices=("cat", "max", "sum"), help="let the head read all layers")
+    add("--head", choices=("linear", "attention"), default="linear", help="what makes the output")
+    add("--input-projection", action=flag, default=True, help="project features first")
+    add("--root-weight", action=flag, default=True, help="skip connection of attention layers")
+    add("--beta", action=flag, help="gate the skip connection")
+    add("--residual", action=flag, help="add the input of attention layers to their output")
+    add("--norm", choices=("layer", "batch", "none"), default="layer", help="of attention layers")
+    add("--activation", choices=("relu", "gelu", "elu"), default="relu", help="after the norm")
+    add("--dropout", type=share, default=0.5, help="on features")
+    add("--input-dropout", type=share, help="on the input (default: as --dropout)")
+    add("--attention-dropout", type=share, default=0.0, help="on attention weights")
+    add("--edge-dropout", type=share, default=0.0, help="on edges")
+    add(
         "--label-rate",
-        type=number(0, 1),
-        help="share of training labels shown as inputs in a step, 0 for none "
-        "(default: 0 with node features, 0.625 without)",
+        type=share,
+        help="share of training labels shown as inputs in a step, 0 for none (default: 0 with "
+        "node features, 0.625 without)",
     )
-    model.add_argument("--backend", default="auto", choices=("auto", *backends.NAMES))
+    add(
+        "--label-reuse",
+        type=integer(0),
+        default=0,
+        help="how often predictions become inputs where no label is shown",
+    )
+    add("--backend", default="auto", choices=("auto", *backends.NAMES), help="of the operator")
 
     loop = parser.add_argument_group("training")
-    loop.add_argument("--runs", type=integer(1), help="number of seeds, or of splits")
-    loop.add_argument("--epochs", type=integer(1), help="steps of one run")
-    loop.add_argument("--lr", type=number(0), help="learning rate of Adam")
-    loop.add_argument("--weight-decay", type=number(0), help="L2 penalty")
-    loop.add_argument("--seed", type=integer(0), help="seed of the first run")
-    loop.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
-    loop.add_argument("--autocast", action="store_true", help="bfloat16 where autocast has it")
-    loop.add_argument(
-        "--compile", action="store_true", help="torch.compile; on a GPU with CUDA graphs"
-    )
-    loop.add_argument("--threads", type=integer(1), help="CPU threads (default: torch's choice)")
+    add = loop.add_argument
+    add("--runs", type=integer(1), default=10, help="number of seeds, or of splits")
+    add("--epochs", type=integer(1), default=300, help="steps of one run, at most")
+    add("--patience", type=integer(1), help="end a run so many epochs after its best")
+    add("--lr", type=number(0), default=1e-3, help="learning rate of Adam")
+    add("--warmup", type=integer(0), default=0, help="epochs in which the rate grows to --lr")
+    add("--schedule", choices=("constant", "cosine"), default="constant", help="of the rate then")
+    add("--weight-decay", type=number(0), default=0.0, help="L2 penalty")
+    add("--label-smoothing", type=share, default=0.0, help="of the loss")
+    add("--clip", type=number(0), help="largest norm of the gradient")
+    add("--ema", type=share, default=0.0, help="evaluate moving averages with this decay")
+    add("--correct-and-smooth", action=flag, help="spread errors and labels after training")
+    add("--correction-alpha", type=share, default=0.8, help="how far errors spread")
+    add("--smoothing-alpha", type=share, default=0.8, help="how far labels spread")
+    add("--seed", type=integer(0), default=0, help="seed of the first run")
+    add("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
+    add("--autocast", action="store_true", help="bfloat16 where autocast has it")
+    add("--compile", action="store_true", help="torch.compile; on a GPU with CUDA graphs")
+    add("--threads", type=integer(1), help="CPU threads (default: torch's choice)")
 
     output = parser.add_argument_group("output")
-    output.add_argument("--log-every", type=integer(1), help="print every so many epochs")
-    output.add_argument("--out", type=Path, help="folder for result.json, curve.png, checkpoint.pt")
-    output.add_argument("--json", type=Path, metavar="FILE", help="write the result here instead")
-    output.add_argument(
-        "--checkpoint-seconds", type=number(0), default=30.0, help="time between saves"
-    )
-    output.add_argument("--resume", action="store_true", help="go on where a stopped call was")
-    output.add_argument("--overwrite", action="store_true", help="drop an unfinished call's state")
-
-
-DEFAULTS = {
-    "self_loops": False,
-    "normalize_features": False,
-    "hidden": 128,
-    "layers": 3,
-    "heads": 4,
-    "head": "linear",
-    "input_projection": True,
-    "root_weight": True,
-    "beta": False,
-    "norm": "layer",
-    "activation": "relu",
-    "dropout": 0.3,
-    "attention_dropout": 0.0,
-    "runs": 10,
-    "epochs": 500,
-    "lr": 1e-3,
-    "weight_decay": 0.0,
-    "seed": 0,
-    "log_every": 1,
-}
+    add = output.add_argument
+    add("--log-every", type=integer(1), default=20, help="epochs between two lines")
+    add("--out", type=Path, help="folder for result.json, curve.png, checkpoint.pt")
+    add("--json", type=Path, metavar="FILE", help="write the result here instead")
+    add("--checkpoint-seconds", type=number(0), default=30.0, help="time between saves")
+    add("--resume", action="store_true", help="go on where a stopped call was")
+    add("--overwrite", action="store_true", help="drop an unfinished call's state")
 
 
 def parse(
-    parser: argparse.ArgumentParser, argv: list[str] | None, preset: Callable[..., dict[str, Any]]
+    parser: argparse.ArgumentParser,
+    argv: list[str] | None,
+    config: Callable[[argparse.Namespace], str] = lambda args: args.dataset,
 ) -> argparse.Namespace:
-    """Options of the command line, then of the data set's preset, then general defaults."""
+    """Options of the command line, then of the configuration, then general defaults.
+
+    Without ``--config`` it is the file of ``config(args)``'s name, if there is one.
+    """
+    argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
-    for name, value in {**DEFAULTS, **preset(args)}.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+    path = args.config or CONFIGS / f"{config(args)}.toml"
+    if args.config is not None or path.exists():
+        args = parser.parse_args([*configured(parser, path), *argv])
     if args.hidden % args.heads != 0:
         parser.error(f"--hidden {args.hidden} must be divisible by --heads {args.heads}")
     if args.label_rate == 1.0:
         parser.error("--label-rate must be below 1: at 1 no label is left to predict")
+    if args.directed and args.directions:
+        parser.error("--directions needs edges both ways, and --directed keeps one")
     if args.resume and args.overwrite:
         parser.error("--resume and --overwrite exclude each other")
     try:
@@ -135,6 +157,21 @@ def parse(
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     return args
+
+
+def configured(parser: argparse.ArgumentParser, path: Path) -> list[str]:
+    """The options in a file, as they would be given on the command line."""
+    try:
+        options = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        parser.error(f"--config {path}: {error}")
+    arguments = []
+    for name, value in options.items():
+        if isinstance(value, bool):
+            arguments.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            arguments += [f"--{name}", str(value)]
+    return arguments
 
 
 # Data #############################################################################################
@@ -157,6 +194,9 @@ def prepare(data: Data, args: argparse.Namespace) -> tuple[Data, Graph]:
     if args.self_loops:
         graph = graph.add_self_loops()
         print(f"Self-loops: one for each node, {graph.num_edges:,} edges in all")
+    if args.directions:
+        data = data.clone()
+        data.direction = directions(data, graph)
     features, multi_label = data.x is not None, data.y.is_floating_point()
     if features and args.normalize_features:
         data = NormalizeFeatures()(data)
@@ -172,12 +212,23 @@ def prepare(data: Data, args: argparse.Namespace) -> tuple[Data, Graph]:
         args.input_projection = True
         inputs = "label inputs and degrees" if args.label_rate > 0.0 else "degrees"
         print(f"Inputs: no node features here; trains from {inputs} alone")
+    if args.label_reuse and args.label_rate == 0.0:
+        raise SystemExit("error: --label-reuse needs label inputs: give a --label-rate")
+    if args.correct_and_smooth and multi_label:
+        raise SystemExit("error: --correct-and-smooth needs one label a node")
     if args.label_rate > 0.0:
         print(
             f"Label inputs: {args.label_rate:g} of the training labels shown in each step, the "
             "loss on the others; at test time all training labels and no others"
         )
     return data, graph
+
+
+def directions(data: Data, graph: Graph) -> Tensor:
+    """Of each edge, whether it is stored, and whether its reverse is: ``[E, 2]``."""
+    stored, there = (src * data.num_nodes + dst for src, dst in (data.edge_index, graph.edge_index))
+    back = graph.edge_index[1] * data.num_nodes + graph.edge_index[0]
+    return torch.stack([torch.isin(there, stored), torch.isin(back, stored)], dim=1).float()
 
 
 def make_model(data: Data, args: argparse.Namespace) -> GraphTransformer:
@@ -189,16 +240,23 @@ def make_model(data: Data, args: argparse.Namespace) -> GraphTransformer:
         args.layers,
         args.heads,
         feedforward=args.feedforward,
+        gated=args.gated,
         head=args.head,
+        jumping_knowledge=args.jumping_knowledge,
+        global_layers=args.global_layers,
         label_classes=data.num_classes if args.label_rate > 0.0 else 0,
         degree_encoding=data.x is None,
         input_projection=args.input_projection,
+        edge_dim=2 if args.directions else None,
         root_weight=args.root_weight,
         beta=args.beta,
+        residual=args.residual,
         norm=None if args.norm == "none" else args.norm,
         activation=args.activation,
         dropout=args.dropout,
+        input_dropout=args.input_dropout,
         attention_dropout=args.attention_dropout,
+        edge_dropout=args.edge_dropout,
         backend=args.backend,
     )
 
@@ -226,11 +284,26 @@ class Run:
         self.optimizer = torch.optim.Adam(
             self.model.parameters(), lr=args.lr, weight_decay=args.weight_decay
         )
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.rate)
+        self.average = AveragedModel(
+            self.model, multi_avg_fn=get_ema_multi_avg_fn(args.ema), use_buffers=True
+        )
         on_gpu = args.device != "cpu"
         mode = "reduce-overhead" if on_gpu else "default"
         self.compiled = torch.compile(self.model, mode=mode) if args.compile else self.model
         self.history: list[dict[str, float]] = []
         self.seconds: list[float] = []
+        self.best: Tensor | None = None  # outputs at the best epoch, for what comes after training
+
+    def rate(self, epoch: int) -> float:
+        """The learning rate of an epoch over its highest."""
+        warmup = self.args.warmup
+        if epoch < warmup:
+            return (epoch + 1) / warmup
+        if self.args.schedule == "constant":
+            return 1.0
+        done = (epoch - warmup) / max(1, self.args.epochs - warmup)
+        return 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0)))
 
     def train_epoch(self) -> float:
         self.model.train()
@@ -241,37 +314,83 @@ class Run:
             hidden = torch.zeros_like(train)
             while not hidden.any():  # something must be left to predict
                 labels, hidden = mask_labels(self.data.y, train, self.args.label_rate)
-        loss = self.loss(self.outputs(labels), hidden)
+        loss = self.loss(self.outputs(self.compiled, labels), hidden)
         loss.backward()
+        if self.args.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.args.clip)
         self.optimizer.step()
+        self.schedule.step()
+        if self.args.ema > 0.0:
+            self.average.update_parameters(self.model)
         return loss.item()
 
-    def outputs(self, labels: Tensor | None) -> Tensor:
+    def outputs(self, model: torch.nn.Module, labels: Tensor | None) -> Tensor:
+        """Logits ``[N, C]``, after as many passes as labels and predictions are reused."""
         device = torch.device(self.args.device).type
+        edge_attr, shown = self.data.get("direction"), labels
         with torch.autocast(device, torch.bfloat16, enabled=self.args.autocast):
-            out = self.compiled(self.data.x, self.graph, labels=labels)
+            out = model(self.data.x, self.graph, labels=labels, edge_attr=edge_attr)
+            for _ in range(self.args.label_reuse if labels is not None else 0):
+                known = F.one_hot(labels.clamp(min=0), out.size(1)).to(out.dtype)
+                shown = torch.where((labels >= 0)[:, None], known, out.detach().softmax(dim=1))
+                out = model(self.data.x, self.graph, labels=shown, edge_attr=edge_attr)
         return out.float()
 
     def loss(self, out: Tensor, nodes: Tensor) -> Tensor:
         """The mean over these nodes, by a mask: no shape depends on how many they are."""
-        target = self.data.y
+        target, smoothing = self.data.y, self.args.label_smoothing
         if not target.is_floating_point():
-            return F.cross_entropy(out, torch.where(nodes, target, -100))  # -100 counts as nothing
+            target = torch.where(nodes, target, -100)  # which counts as nothing
+            return F.cross_entropy(out, target, label_smoothing=smoothing)
         known = nodes[:, None] & ~target.isnan()
-        losses = F.binary_cross_entropy_with_logits(out, target.nan_to_num(), reduction="none")
+        target = target.nan_to_num() * (1.0 - smoothing) + 0.5 * smoothing
+        losses = F.binary_cross_entropy_with_logits(out, target, reduction="none")
         return losses.where(known, 0.0).sum() / known.sum()
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        self.model.eval()
+        model = self.average if self.args.ema > 0.0 else self.compiled
+        model.eval()
         labels = None
         if self.args.label_rate > 0.0:
             labels, _ = mask_labels(self.data.y, self.masks["train"], 1.0)
-        out = self.outputs(labels)
+        out = self.outputs(model, labels)
+        metrics = self.metrics(out)
+        if self.args.correct_and_smooth and self.is_best(metrics):
+            self.best = out
+        return metrics
+
+    def metrics(self, out: Tensor) -> dict[str, float]:
         return {
             name: evaluate(self.data.metric, out[mask], self.data.y[mask])
             for name, mask in self.masks.items()
         }
+
+    def is_best(self, metrics: dict[str, float]) -> bool:
+        return all(metrics["val"] > epoch["val"] for epoch in self.history)
+
+    def is_over(self) -> bool:
+        """Whether all epochs are done, or the best is ``--patience`` epochs ago."""
+        epochs, patience = len(self.history), self.args.patience
+        if epochs == self.args.epochs or patience is None or epochs == 0:
+            return epochs == self.args.epochs
+        return epochs - 1 - self.history.index(best_epoch(self.history)) >= patience
+
+    def corrected(self) -> dict[str, float] | None:
+        """The metrics after Correct & Smooth, which spreads what is known of training nodes.
+
+        "Combining Label Propagation and Simple Models Out-performs Graph Neural Networks"
+        (https://arxiv.org/abs/2010.13993), along the edges with symmetric normalisation.
+        """
+        if not self.args.correct_and_smooth or self.best is None:
+            return None
+        spread = CorrectAndSmooth(
+            50, self.args.correction_alpha, 50, self.args.smoothing_alpha, autoscale=True
+        )
+        train = self.masks["train"]
+        adj = gcn_norm(self.graph.edge_index, num_nodes=self.data.num_nodes, add_self_loops=False)
+        soft = spread.correct(self.best.softmax(dim=1), self.data.y[train], train, *adj)
+        return self.metrics(spread.smooth(soft, self.data.y[train], train, *adj))
 
     def step(self) -> dict[str, float]:
         start = time.perf_counter()
@@ -287,6 +406,9 @@ class Run:
             "index": self.index,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "average": self.average.state_dict() if self.args.ema > 0.0 else None,
+            "best": self.best,
             "history": self.history,
             "seconds": self.seconds,
             "rng": torch.get_rng_state(),
@@ -296,7 +418,10 @@ class Run:
     def load(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.history, self.seconds = state["history"], state["seconds"]
+        self.schedule.load_state_dict(state["schedule"])
+        if state["average"] is not None:
+            self.average.load_state_dict(state["average"])
+        self.history, self.seconds, self.best = state["history"], state["seconds"], state["best"]
         torch.set_rng_state(state["rng"].cpu())
         if state["cuda_rng"]:
             torch.cuda.set_rng_state_all([rng.cpu() for rng in state["cuda_rng"]])
@@ -307,7 +432,7 @@ class Checkpoint:
 
     # Options that do not change what is computed.
     FREE = (
-        *("resume", "overwrite", "checkpoint_seconds", "json", "out", "log_every"),
+        *("config", "resume", "overwrite", "checkpoint_seconds", "json", "out", "log_every"),
         *("root", "download", "threads"),
     )
 
@@ -364,7 +489,7 @@ def run_all(
                 run.load(started)
                 bar.update(len(run.history))
                 started = None
-            while len(run.history) < args.epochs:
+            while not run.is_over():
                 metrics = run.step()
                 epoch = len(run.history)
                 if epoch % args.log_every == 0 or epoch in (1, args.epochs):
@@ -372,11 +497,18 @@ def run_all(
                     sys.stdout.flush()
                 bar.update(1)
                 checkpoint.save(finished, run, force=False)
+            bar.update(args.epochs - len(run.history))
+            final = run.corrected() or best_epoch(run.history)
             finished.append(
-                {"seed": args.seed + index, "history": run.history, "seconds": run.seconds}
+                {
+                    "seed": args.seed + index,
+                    "history": run.history,
+                    "seconds": run.seconds,
+                    "final": final,
+                }
             )
             checkpoint.save(finished, None, force=True)
-            bar.write(run_summary(index, best_epoch(run.history)), file=sys.stdout)
+            bar.write(run_summary(index, final), file=sys.stdout)
     return finished
 
 
@@ -445,12 +577,12 @@ def best_epoch(history: list[dict[str, float]]) -> dict[str, float]:
     return max(history, key=lambda epoch: epoch["val"])
 
 
-def run_summary(run: int, best: dict[str, float]) -> str:
+def run_summary(run: int, final: dict[str, float]) -> str:
     return (
         f"Run {run + 1:02d}:\n"
-        f"Highest Valid: {100 * best['val']:.2f}\n"
-        f"  Final Train: {100 * best['train']:.2f}\n"
-        f"   Final Test: {100 * best['test']:.2f}"
+        f"Highest Valid: {100 * final['val']:.2f}\n"
+        f"  Final Train: {100 * final['train']:.2f}\n"
+        f"   Final Test: {100 * final['test']:.2f}"
     )
 
 
@@ -461,10 +593,9 @@ def summarise(
     parameters: int,
     finished: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    best = [best_epoch(run["history"]) for run in finished]
     numbers = {}
     for name in ("val", "train", "test"):
-        values = [100 * epoch[name] for epoch in best]
+        values = [100 * run["final"][name] for run in finished]
         numbers[name] = {
             "mean": statistics.fmean(values),
             "std": statistics.stdev(values) if len(values) > 1 else None,
@@ -482,13 +613,14 @@ def summarise(
         "metric": data.metric,
         "inputs": "degrees" if data.x is None else "features",
         "label_inputs_at_test": "training labels" if args.label_rate > 0.0 else "none",
+        "correct_and_smooth": bool(args.correct_and_smooth),
         "num_nodes": data.num_nodes,
         "num_edges": graph.num_edges,
         "parameters": parameters,
         **numbers,
         "seconds_per_epoch": statistics.median(seconds),
         "peak_memory_bytes": peak,
-        "epochs": args.epochs,
+        "epochs": max(len(run["history"]) for run in finished),
         "versions": {"graphattn": graphattn.__version__, "torch": torch.__version__},
         "command": " ".join(["python", *sys.argv]),
         "options": {name: str(value) for name, value in sorted(vars(args).items())},

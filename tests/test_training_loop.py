@@ -1,0 +1,290 @@
+"""The options of the training scripts' loop: each does what its source says."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+from torch_geometric.data import Data
+
+from graphattn import Graph
+from graphattn.data import load
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SMALL = ["--hidden", "8", "--layers", "2", "--heads", "2", "--threads", "1"]
+TINY = ["--dataset", "karate", "--runs", "1", *SMALL]
+
+
+@pytest.fixture
+def training(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module("training")
+
+
+def options(training, *arguments, dataset="karate"):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dataset", default=dataset)
+    training.add_options(parser)
+    return training.parse(parser, [*SMALL, *arguments])
+
+
+def run_of(training, *arguments, data=None):
+    args = options(training, *arguments)
+    data, graph = training.prepare(load("karate") if data is None else data, args)
+    return training.Run(data, graph, args, 0)
+
+
+# Configurations ###################################################################################
+
+
+def test_options_come_before_the_configuration_and_that_before_defaults(training, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("layers = 5\nlr = 0.25\ngated = true\ninput-projection = false\n")
+    args = options(training, "--config", str(path), "--lr", "0.5")
+    assert (args.layers, args.lr, args.gated, args.input_projection) == (2, 0.5, True, False)
+    args = training.parse(parser_of(training), ["--dataset", "karate", "--config", str(path)])
+    assert (args.layers, args.lr, args.heads) == (5, 0.25, 4)
+
+
+def parser_of(training):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dataset")
+    training.add_options(parser)
+    return parser
+
+
+@pytest.mark.parametrize(
+    "path", sorted((EXAMPLES / "configs").glob("*.toml")), ids=lambda p: p.stem
+)
+def test_every_configuration_is_understood(training, path):
+    args = training.parse(parser_of(training), ["--dataset", "karate", "--config", str(path)])
+    data, _ = training.prepare(load("karate"), args)
+    assert training.make_model(data, args) is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("widht = 3", "unrecognized arguments: --widht 3"),
+        ("lr = 'fast'", "invalid number value: 'fast'"),
+        ("lr = ", "Invalid value"),
+        (None, "No such file"),
+    ],
+)
+def test_mistakes_in_a_configuration_are_named(training, tmp_path, capsys, text, message):
+    path = tmp_path / "mine.toml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit):
+        options(training, "--config", str(path))
+    assert message in capsys.readouterr().err
+
+
+def test_the_configuration_of_a_set_is_taken_unless_another_is_named(training):
+    assert options(training, "--dataset", "cora").weight_decay == 5e-4
+    other = str(EXAMPLES / "configs" / "ogbn-arxiv.toml")
+    assert options(training, "--dataset", "cora", "--config", other).weight_decay == 0.0
+
+
+# The learning rate ################################################################################
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_rate_warms_up_and_then_follows_its_schedule(training, schedule):
+    run = run_of(training, "--lr", "0.5", "--warmup", "4", "--epochs", "12", "--schedule", schedule)
+    rates = []
+    for _ in range(12):
+        rates.append(run.optimizer.param_groups[0]["lr"])
+        run.step()
+    np.testing.assert_allclose(rates[:4], [0.125, 0.25, 0.375, 0.5])
+    after = [1.0] * 8
+    if schedule == "cosine":
+        after = [0.5 * (1 + math.cos(math.pi * i / 8)) for i in range(8)]
+    np.testing.assert_allclose(rates[4:], 0.5 * np.array(after))
+
+
+# The loss and the gradient ########################################################################
+
+
+def test_label_smoothing_is_that_of_the_loss(training):
+    run = run_of(training, "--label-smoothing", "0.1")
+    out, nodes = torch.randn(34, 2), run.masks["train"]
+    log_prob = out.log_softmax(dim=1)[nodes]
+    right = log_prob.gather(1, run.data.y[nodes, None]).squeeze(1)
+    expected = -(0.9 * right + 0.1 * log_prob.mean(dim=1)).mean()
+    torch.testing.assert_close(run.loss(out, nodes), expected)
+
+
+def test_label_smoothing_of_several_labels(training):
+    data = load("karate")
+    data.y = torch.stack([data.y, 1 - data.y], dim=1).float()
+    data.metric = "rocauc"
+    run = run_of(training, "--label-smoothing", "0.2", data=data)
+    out, nodes = torch.randn(34, 2), run.masks["train"]
+    target = 0.1 + 0.8 * data.y[nodes]
+    expected = F.binary_cross_entropy(out[nodes].sigmoid(), target)
+    torch.testing.assert_close(run.loss(out, nodes), expected)
+
+
+def test_clip_bounds_the_norm_of_the_gradient(training):
+    run = run_of(training, "--clip", "0.01", "--dropout", "0")
+    run.train_epoch()
+    squares = sum(p.grad.square().sum() for p in run.model.parameters() if p.grad is not None)
+    assert squares.sqrt() == pytest.approx(0.01, rel=1e-3)
+
+
+# What is evaluated ################################################################################
+
+
+def test_ema_evaluates_the_moving_average_of_the_weights(training):
+    run = run_of(training, "--ema", "0.75", "--lr", "0.1", "--dropout", "0")
+    average = None
+    for _ in range(5):
+        run.train_epoch()
+        weight = run.model.head.weight.detach().clone()
+        average = weight if average is None else 0.75 * average + 0.25 * weight
+    torch.testing.assert_close(run.average.module.head.weight, average)
+    metrics = run.evaluate()
+    run.model.load_state_dict(run.average.module.state_dict())
+    out = run.outputs(run.model.eval(), None if run.args.label_rate == 0 else labels(training, run))
+    assert metrics == run.metrics(out)
+
+
+def labels(training, run):
+    return training.mask_labels(run.data.y, run.masks["train"], 1.0)[0]
+
+
+def test_patience_ends_a_run_so_many_epochs_after_its_best(training):
+    run = run_of(training, "--patience", "3", "--epochs", "20")
+    run.history = [{"val": value} for value in (0.1, 0.5, 0.5, 0.4)]
+    assert not run.is_over()
+    run.history.append({"val": 0.5})  # as good as the best, but not better
+    assert run.is_over()
+    run.history.append({"val": 0.6})
+    assert not run.is_over()
+    run.history += [{"val": 0.7}] * 14
+    assert len(run.history) == 20
+    assert run.is_over()
+
+
+def test_a_run_that_ended_early_is_reported_as_such(training, tmp_path, monkeypatch):
+    script = importlib.import_module("node_classification")
+    values = iter([0.2, 0.9, *[0.5] * 50])
+    monkeypatch.setattr(
+        training.Run,
+        "metrics",
+        lambda self, out: dict.fromkeys(("train", "val", "test"), next(values)),
+    )
+    result = script.main([*TINY, "--epochs", "40", "--patience", "5", "--out", str(tmp_path)])
+    assert result["epochs"] == 7
+    assert result["test"]["mean"] == pytest.approx(90.0)
+
+
+# Inputs ###########################################################################################
+
+
+def test_directions_tell_an_edge_from_its_reverse(training):
+    data = Data(edge_index=torch.tensor([[0, 1, 2, 1], [1, 2, 1, 1]]), num_nodes=3)
+    graph = Graph(torch.tensor([[0, 1, 1, 2, 1, 0], [1, 0, 2, 1, 1, 2]]), 3)
+    expected = [[1, 0], [0, 1], [1, 1], [1, 1], [1, 1], [0, 0]]
+    assert training.directions(data, graph).tolist() == expected
+
+
+def test_directions_are_an_input_of_the_model(training, tmp_path):
+    script = importlib.import_module("ogbn_arxiv")
+    arguments = ["--dataset", "synthetic-arxiv-400", "--runs", "1", "--epochs", "2", "--heads", "2"]
+    arguments += ["--hidden", "8"]
+    arguments += ["--out", str(tmp_path)]
+    plain = script.main(arguments)
+    both = script.main([*arguments, "--directions", "--self-loops"])
+    # An edge's two features make keys and values, in each of three layers.
+    assert both["parameters"] - plain["parameters"] == 2 * (8 + 8 + 2 * 40)
+    with pytest.raises(SystemExit):
+        script.main([*arguments, "--directions", "--directed"])
+
+
+def test_label_reuse_shows_predictions_where_no_label_is_shown(training):
+    run = run_of(training, "--label-rate", "0.5", "--label-reuse", "2")
+    run.model.eval()
+    shown = torch.full((34,), -1)
+    shown[:5] = run.data.y[:5]
+    inputs = []
+    run.model.register_forward_pre_hook(
+        lambda _, args, kwargs: inputs.append(kwargs["labels"]), with_kwargs=True
+    )
+    out = run.outputs(run.model, shown)
+    assert [x.shape for x in inputs] == [(34,), (34, 2), (34, 2)]
+    for soft in inputs[1:]:
+        assert torch.equal(soft[:5], F.one_hot(shown[:5], 2).float())
+    first = run.model(run.data.x, run.graph, labels=inputs[0]).softmax(dim=1)
+    torch.testing.assert_close(inputs[1][5:], first[5:])
+    last = run.model(run.data.x, run.graph, labels=inputs[2])
+    torch.testing.assert_close(out, last)
+    # Only the last pass is trained, and it sees no hidden label.
+    assert not inputs[1].requires_grad
+
+
+def test_label_reuse_needs_label_inputs(training):
+    with pytest.raises(SystemExit, match="--label-reuse needs label inputs"):
+        run_of(training, "--label-rate", "0", "--label-reuse", "1")
+
+
+# Correct & Smooth #################################################################################
+
+
+def test_correct_and_smooth_spreads_what_training_nodes_know(training):
+    """By the paper's formulas, with dense matrices."""
+    alphas = ["--correction-alpha", "0.6", "--smoothing-alpha", "0.7"]
+    run = run_of(training, "--correct-and-smooth", *alphas)
+    run.best = 3 * torch.randn(34, 2)
+    train, y = run.masks["train"], F.one_hot(run.data.y, 2).double()
+    adjacency = torch.zeros(34, 34).double()
+    adjacency[run.graph.edge_index[1], run.graph.edge_index[0]] = 1.0
+    degree = adjacency.sum(dim=1)
+    spread = adjacency / (degree[:, None] * degree).sqrt()
+
+    def propagate(start, alpha, low, high):
+        out = start
+        for _ in range(50):
+            out = (alpha * spread @ out + (1 - alpha) * start).clamp(low, high)
+        return out
+
+    soft = run.best.double().softmax(dim=1)
+    error = torch.where(train[:, None], y - soft, 0.0)
+    sigma = error[train].abs().sum() / train.sum()
+    error_of_all = propagate(error, 0.6, -1.0, 1.0)
+    scale = sigma / error_of_all.abs().sum(dim=1, keepdim=True)
+    scale = scale.masked_fill(~scale.isfinite() | (scale > 1000), 1.0)
+    corrected = soft + scale * error_of_all
+    corrected = torch.where(train[:, None], y, corrected)
+    smooth = propagate(corrected, 0.7, 0.0, 1.0)
+    found = {}
+    run.metrics = lambda out: found.setdefault("out", out)
+    run.corrected()
+    torch.testing.assert_close(found["out"].double(), smooth, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_corrected_is_the_output_of_the_best_epoch(training, tmp_path):
+    script = importlib.import_module("node_classification")
+    arguments = [*TINY, "--epochs", "6", "--lr", "0.05", "--out", str(tmp_path)]
+    result = script.main([*arguments, "--correct-and-smooth"])
+    assert result["correct_and_smooth"] is True
+    plain = script.main(arguments)
+    assert plain["correct_and_smooth"] is False
+    written = json.loads((tmp_path / "result.json").read_text())
+    best = max(written["history"][0], key=lambda epoch: epoch["val"])
+    assert plain["test"]["runs"] == [100 * best["test"]]
+
+    run = run_of(training, "--correct-and-smooth", "--lr", "0.05")
+    for _ in range(30):
+        run.step()
+    best = training.best_epoch(run.history)
+    assert run.metrics(run.best) == {name: best[name] for name in ("train", "val", "test")}
+    assert run.history.index(best) < 29  # so that the last is not the best
