@@ -288,3 +288,43 @@ def test_what_is_corrected_is_the_output_of_the_best_epoch(training, tmp_path):
     best = training.best_epoch(run.history)
     assert run.metrics(run.best) == {name: best[name] for name in ("train", "val", "test")}
     assert run.history.index(best) < 29  # so that the last is not the best
+
+
+# The page of results ##############################################################################
+
+
+def test_results_are_kept_and_made_a_page(training, tmp_path, capsys):
+    script, results = (importlib.import_module(name) for name in ("node_classification", "results"))
+    with pytest.raises(SystemExit):
+        results.main(["--docs", str(tmp_path / "docs")])
+    assert "there is no result in" in capsys.readouterr().err
+    script.main([*TINY, "--epochs", "2", "--runs", "2", "--out", str(tmp_path / "out")])
+    path = tmp_path / "out" / "result.json"
+    result = json.loads(path.read_text())
+    result["command"] = (
+        "python examples/node_classification.py --dataset karate --root /data --out=x --threads 1 "
+        "--overwrite --lr 0.1"
+    )
+    path.write_text(json.dumps(result))
+    results.main([str(path), "--docs", str(tmp_path / "docs")])
+    (kept,) = (tmp_path / "docs" / "results").glob("*.json")
+    assert kept.name == "karate-no-features.json"
+    text = kept.read_text()
+    assert "history" not in text
+    assert str(tmp_path) not in text
+    page = (tmp_path / "docs" / "results.md").read_text()
+    test, val = (
+        f"{result[name]['mean']:.2f} ± {result[name]['std']:.2f}" for name in ("test", "val")
+    )
+    row = f"| karate, no features | accuracy | **{test}** | {val} | 2 | degrees, training labels | - |"
+    assert row in page
+    assert "\npython examples/node_classification.py --dataset karate --lr 0.1\n" in page
+
+    result.update(dataset="tolokers", inputs="features", label_inputs_at_test="none")
+    result.update(metric="rocauc", correct_and_smooth=True)
+    path.write_text(json.dumps(result))
+    results.main([str(path), "--docs", str(tmp_path / "docs")])
+    page = (tmp_path / "docs" / "results.md").read_text()
+    assert "| tolokers | ROC-AUC |" in page
+    assert "| features, Correct & Smooth | [GCN](https://arxiv.org/abs/2302.11640) 83.64" in page
+    assert "karate, no features" in page

@@ -1,0 +1,165 @@
+"""Writes the page of accuracies, docs/results.md, from what the training scripts have written.
+
+    python examples/results.py runs/tolokers/result.json   # keeps a result, then writes the page
+    python examples/results.py                             # writes the page from what is kept
+
+Kept is the result without its epochs, in docs/results/. Nothing on the page is written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+# Test metric in percent, as published: (model, mean and standard deviation, paper).
+OGB = "https://arxiv.org/abs/2005.00687"
+HETEROPHILY = "https://arxiv.org/abs/2302.11640"
+POLYNORMER = "https://arxiv.org/abs/2403.01232"
+CLASSIC = "https://arxiv.org/abs/2406.08993"
+GAT = "https://arxiv.org/abs/1710.10903"
+PUBLISHED: dict[str, list[tuple[str, str, str]]] = {
+    "ogbn-arxiv, no features": [("label propagation", "68.32", OGB)],
+    "tolokers": [
+        ("GCN", "83.64", HETEROPHILY),
+        ("GT", "83.23 ± 0.64", HETEROPHILY),
+        ("Polynormer", "85.91 ± 0.74", POLYNORMER),
+    ],
+    "minesweeper": [
+        ("GCN", "89.75", HETEROPHILY),
+        ("GT", "91.85 ± 0.76", HETEROPHILY),
+        ("Polynormer", "97.46 ± 0.36", POLYNORMER),
+    ],
+    "amazon-computers": [("GAT", "94.09 ± 0.37", CLASSIC)],
+    "amazon-photo": [("GraphSAGE", "96.78 ± 0.23", CLASSIC)],
+    "squirrel-filtered": [("GCN", "45.01", CLASSIC)],
+    "chameleon-filtered": [("GCN", "46.29", CLASSIC)],
+    "cora": [("GAT", "83.0 ± 0.7", GAT)],
+    "citeseer": [("GAT", "72.5 ± 0.7", GAT)],
+    "pubmed": [("GAT", "79.0 ± 0.3", GAT)],
+}
+HEAD = """# Results
+
+What the training scripts reach, beside published figures without text or language models. The
+configuration of each set was chosen on validation nodes; the test metric is read once a run, at the
+epoch with the best validation metric. Each row is one command, run on a CPU with two cores.
+
+"""
+# Options of a command that say where things are, and change no number.
+PLACES = ("--root", "--out", "--json", "--threads", "--checkpoint-seconds", "--log-every")
+FLAGS = ("--overwrite", "--resume", "--download")
+
+
+def title(result: dict[str, Any]) -> str:
+    without = result["inputs"] == "degrees"
+    return f"{result['dataset']}, no features" if without else result["dataset"]
+
+
+def command(result: dict[str, Any]) -> str:
+    """What to type for the row, wherever the data are."""
+    words, kept = iter(shlex.split(result["command"])), []
+    for word in words:
+        if word in PLACES:
+            next(words, None)
+        elif word not in FLAGS and word.partition("=")[0] not in PLACES:
+            kept.append(word)
+    return shlex.join(kept)
+
+
+def keep(path: Path, folder: Path) -> None:
+    """Copies a result without its epochs and places."""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    result.pop("history", None)
+    result["command"] = command(result)
+    names = {
+        option.removeprefix("--").replace("-", "_") for option in (*PLACES, *FLAGS, "--config")
+    }
+    options = result["options"].items()
+    result["options"] = {name: value for name, value in options if name not in names}
+    folder.mkdir(parents=True, exist_ok=True)
+    name = "-".join("".join(c if c.isalnum() else " " for c in title(result)).split())
+    text = json.dumps(result, indent=1, ensure_ascii=False)
+    (folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+
+
+def inputs(result: dict[str, Any]) -> str:
+    parts = [result["inputs"]]
+    if result["label_inputs_at_test"] != "none":
+        parts.append("training labels")
+    if result["correct_and_smooth"]:
+        parts.append("Correct & Smooth")
+    return ", ".join(parts)
+
+
+def line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def page(results: list[dict[str, Any]]) -> str:
+    head = ["set", "metric", "test, %", "validation, %", "runs", "inputs", "published, %"]
+    costs = ["set", "parameters", "epochs", "s per epoch", "peak memory, GiB"]
+    rows, cost_rows, commands = [], [], []
+    for result in sorted(results, key=title):
+        name = title(result)
+        published = "; ".join(
+            f"[{model}]({paper}) {value}" for model, value, paper in PUBLISHED.get(name, [])
+        )
+        rows.append(
+            [
+                name,
+                {"rocauc": "ROC-AUC"}.get(result["metric"], result["metric"]),
+                f"**{spread(result['test'])}**",
+                spread(result["val"]),
+                str(len(result["test"]["runs"])),
+                inputs(result),
+                published or "-",
+            ]
+        )
+        cost_rows.append(
+            [
+                name,
+                f"{result['parameters']:,}",
+                f"{result['epochs']:,}",
+                f"{result['seconds_per_epoch']:.2f}",
+                f"{result['peak_memory_bytes'] / 2**30:.2f}",
+            ]
+        )
+        commands.append(result["command"])
+    tables = [
+        "\n".join([line(names), line(["---"] * len(names)), *map(line, table)])
+        for names, table in ((head, rows), (costs, cost_rows))
+    ]
+    listed = "\n".join(commands)
+    return (
+        f"{HEAD}{tables[0]}\n\n{tables[1]}\n\n"
+        "The commands; `--root FOLDER` says where the sets are, `--download` fetches them:\n\n"
+        f"```bash\n{listed}\n```\n"
+    )
+
+
+def spread(numbers: dict[str, Any]) -> str:
+    std = numbers["std"]
+    return f"{numbers['mean']:.2f}" + ("" if std is None else f" ± {std:.2f}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", type=Path, nargs="*", help="result.json of a training script")
+    parser.add_argument("--docs", type=Path, default=DOCS, help="folder of the page")
+    args = parser.parse_args(argv)
+    folder = args.docs / "results"
+    for path in args.results:
+        keep(path, folder)
+    kept = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    if not kept:
+        parser.error(f"there is no result in {folder}: name a result.json")
+    (args.docs / "results.md").write_text(page(kept), encoding="utf-8")
+    print(f"Written: {args.docs / 'results.md'}, {len(kept)} rows")
+
+
+if __name__ == "__main__":
+    main()
