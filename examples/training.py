@@ -28,7 +28,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import CorrectAndSmooth
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.transforms import NormalizeFeatures
-from torch_geometric.utils import to_undirected
+from torch_geometric.utils import scatter, to_undirected
 from tqdm import tqdm
 
 import graphattn
@@ -58,6 +58,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--download", action="store_true", help="download the set if it is not there")
     add("--directed", action="store_true", help="keep edges as stored, one-way")
     add("--directions", action=flag, help="tell stored edges and their reverses apart")
+    add("--edge-features", action=flag, help="use features of edges, where the set has them")
     add("--self-loops", action=flag, help="let every node attend to itself")
     add("--normalize-features", action=flag, help="scale feature rows to sum to 1")
 
@@ -183,20 +184,33 @@ def prepare(data: Data, args: argparse.Namespace) -> tuple[Data, Graph]:
         raise SystemExit(f"error: {data.name} has no labels to learn")
     if not data.train_mask.any(dim=0).all():
         raise SystemExit(f"error: {data.name} has a split without training nodes")
-    stored = data.edge_index.size(1)
-    edge_index = data.edge_index if args.directed else to_undirected(data.edge_index)
+    stored, edge_index = data.edge_index.size(1), data.edge_index
+    edge_attr = data.edge_attr if args.edge_features else None
+    if args.edge_features and edge_attr is None:
+        raise SystemExit(f"error: {data.name} has no edge features: leave out --edge-features")
+    if not args.directed:
+        edge_index, edge_attr = to_undirected(edge_index, edge_attr, reduce="mean")
     graph = Graph(edge_index, data.num_nodes)
     kind = "kept directed" if args.directed else "made undirected, duplicates merged"
     print(
         f"Data: {data.name}, {data.num_nodes:,} nodes, {data.num_classes} classes, "
         f"{stored:,} edges -> {graph.num_edges:,} ({kind})"
     )
+    data = data.clone()
+    if edge_attr is not None and data.x is None:
+        data.x = scatter(edge_attr, edge_index[1], dim_size=data.num_nodes, reduce="mean")
+        print("Inputs: no node features; the mean of those of a node's edges instead")
     if args.self_loops:
         graph = graph.add_self_loops()
+        if edge_attr is not None:
+            edge_attr = torch.cat(
+                [edge_attr, edge_attr.new_zeros(data.num_nodes, edge_attr.size(1))]
+            )
         print(f"Self-loops: one for each node, {graph.num_edges:,} edges in all")
     if args.directions:
-        data = data.clone()
-        data.direction = directions(data, graph)
+        both = directions(data, graph)
+        edge_attr = both if edge_attr is None else torch.cat([edge_attr, both], dim=1)
+    data.edge_features = edge_attr
     features, multi_label = data.x is not None, data.y.is_floating_point()
     if features and args.normalize_features:
         data = NormalizeFeatures()(data)
@@ -247,7 +261,7 @@ def make_model(data: Data, args: argparse.Namespace) -> GraphTransformer:
         label_classes=data.num_classes if args.label_rate > 0.0 else 0,
         degree_encoding=data.x is None,
         input_projection=args.input_projection,
-        edge_dim=2 if args.directions else None,
+        edge_dim=None if data.get("edge_features") is None else data.edge_features.size(1),
         root_weight=args.root_weight,
         beta=args.beta,
         residual=args.residual,
@@ -327,7 +341,7 @@ class Run:
     def outputs(self, model: torch.nn.Module, labels: Tensor | None) -> Tensor:
         """Logits ``[N, C]``, after as many passes as labels and predictions are reused."""
         device = torch.device(self.args.device).type
-        edge_attr, shown = self.data.get("direction"), labels
+        edge_attr, shown = self.data.get("edge_features"), labels
         with torch.autocast(device, torch.bfloat16, enabled=self.args.autocast):
             out = model(self.data.x, self.graph, labels=labels, edge_attr=edge_attr)
             for _ in range(self.args.label_reuse if labels is not None else 0):

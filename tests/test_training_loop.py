@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional as F
 from torch_geometric.data import Data
 
+from data_files import write_raw
 from graphattn import Graph
 from graphattn.data import load
 
@@ -328,3 +329,59 @@ def test_results_are_kept_and_made_a_page(training, tmp_path, capsys):
     assert "| tolokers | ROC-AUC |" in page
     assert "| features, Correct & Smooth | [GCN](https://arxiv.org/abs/2302.11640) 83.64" in page
     assert "karate, no features" in page
+
+
+# Edge features ####################################################################################
+
+
+def test_edge_features_follow_their_edges(training):
+    data = Data(
+        edge_index=torch.tensor([[0, 1, 2], [1, 0, 1]]),
+        edge_attr=torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]),
+        y=torch.tensor([0, 1, 0]),
+        num_classes=2,
+        num_nodes=3,
+        name="small",
+        metric="accuracy",
+        **{f"{name}_mask": torch.ones(3, dtype=torch.bool) for name in ("train", "val", "test")},
+    )
+    data, graph = training.prepare(data, options(training, "--edge-features"))
+    found = {
+        tuple(edge): attr
+        for edge, attr in zip(graph.edge_index.T.tolist(), data.edge_features.tolist(), strict=True)
+    }
+    # Stored both ways, an edge has the mean; its reverse has the features of one stored once.
+    assert found == {(0, 1): [2, 3], (1, 0): [2, 3], (1, 2): [5, 6], (2, 1): [5, 6]}
+    assert data.x.tolist() == [[2, 3], [3.5, 4.5], [5, 6]]
+    both = ["--edge-features", "--self-loops", "--directions"]
+    data, graph = training.prepare(data, options(training, *both))
+    assert data.edge_features.shape == (7, 4)
+    loops = graph.edge_index[0] == graph.edge_index[1]
+    assert (data.edge_features[loops] == 0.0).all()
+
+
+PROTEINS = {
+    "raw/node-label": np.arange(6)[:, None] % 2 ^ np.arange(112) % 2,
+    **{f"split/species/{name}": np.arange(6) for name in ("train", "valid", "test")},
+}
+
+
+def test_ogbn_proteins_in_ogbs_own_layout(training, tmp_path, capsys):
+    write_raw(tmp_path, "ogbn-proteins", **PROTEINS)
+    script = importlib.import_module("ogbn_proteins")
+    arguments = ["--root", str(tmp_path), "--out", str(tmp_path / "out"), *SMALL]
+    result = script.main([*arguments, "--runs", "2", "--epochs", "3", "--feedforward", "16"])
+    assert (result["metric"], result["inputs"]) == ("rocauc", "features")
+    assert "the mean of those of a node's edges instead" in capsys.readouterr().out
+    wrong = [*arguments[2:], "--no-edge-features", "--label-rate", "0.5", "--root", str(tmp_path)]
+    with pytest.raises(SystemExit, match="several labels a node"):
+        script.main(wrong)
+    cora = Data(
+        edge_index=torch.zeros(2, 0, dtype=torch.int64),
+        y=torch.zeros(2, dtype=torch.int64),
+        train_mask=torch.ones(2, dtype=torch.bool),
+        name="cora",
+    )
+    args = options(training, "--edge-features")
+    with pytest.raises(SystemExit, match="cora has no edge features"):
+        training.prepare(cora, args)
