@@ -81,6 +81,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--dropout", type=share, default=0.5, help="on features")
     add("--input-dropout", type=share, help="on the input (default: as --dropout)")
     add("--attention-dropout", type=share, default=0.0, help="on attention weights")
+    add("--attention-gain", type=number(1e-6), default=1.0, help="of initial queries and keys")
     add("--edge-dropout", type=share, default=0.0, help="on edges")
     add(
         "--label-rate",
@@ -270,6 +271,7 @@ def make_model(data: Data, args: argparse.Namespace) -> GraphTransformer:
         dropout=args.dropout,
         input_dropout=args.input_dropout,
         attention_dropout=args.attention_dropout,
+        attention_gain=args.attention_gain,
         edge_dropout=args.edge_dropout,
         backend=args.backend,
     )

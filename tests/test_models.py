@@ -145,7 +145,36 @@ def test_c75_global_layers_do_not_mix_graphs(kind):
     assert not torch.allclose(model(changed, EDGES)[4], model(X, EDGES)[4])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_gain_scales_queries_and_keys_at_the_start(kind):
+    torch.manual_seed(0)
+    model = GraphTransformer(8, 16, 3, 2, 4, **kind).eval()
+    torch.manual_seed(0)
+    scaled = GraphTransformer(8, 16, 3, 2, 4, attention_gain=0.5, **kind).eval()
+    state = scaled.state_dict()
+    for name, parameter in model.state_dict().items():
+        if name.endswith(("lin_query.weight", "lin_key.weight")):
+            parameter *= 0.5
+        elif name.endswith("in_proj_weight"):
+            parameter[:32] *= 0.5
+        assert torch.equal(state[name], parameter), name
+    flat = GraphTransformer(8, 16, 3, 2, 4, attention_gain=1e-6, **kind).eval()
+    flat.reset_parameters()
+    weights = flat(X, EDGES, return_attention_weights=True)[1]
+    degree = torch.bincount(EDGES[1])[EDGES[1]]
+    torch.testing.assert_close(weights[0], (1.0 / degree)[:, None].expand(-1, 4))
+
+
 def test_input_dropout_is_that_of_features():
+    model = GraphTransformer(
+        8, 16, 3, 2, 4, dropout=1.0, input_dropout=0.0, input_projection=False, norm=None
+    )
+    reached = []
+    model.layers[0].register_forward_pre_hook(lambda _, inputs: reached.append(inputs[0]))
+    model.layers[1].register_forward_pre_hook(lambda _, inputs: reached.append(inputs[0]))
+    model(X, EDGES)
+    assert torch.equal(reached[0], X)
+    assert not reached[1].any()
     model = GraphTransformer(8, 16, 3, 2, 4, dropout=0.0, input_dropout=1.0)
     torch.testing.assert_close(model(X, EDGES), model(0 * X, EDGES))
     assert not torch.allclose(model.eval()(X, EDGES), model(0 * X, EDGES))
@@ -339,6 +368,7 @@ def test_an_edge_index_is_sorted_once_for_all_layers(monkeypatch):
         ({"gated": True, "feedforward": 32}, "gated=True and feedforward exclude each other"),
         ({"gated": True, "input_projection": False}, "input_projection=False needs features"),
         ({"jumping_knowledge": "lstm"}, "jumping_knowledge must be one of 'cat', 'max', 'sum', N"),
+        ({"attention_gain": 0.0}, "attention_gain must be above 0, got 0.0"),
         ({"global_layers": -1}, "global_layers must be at least 0, got -1"),
         ({"edge_dropout": 1.5}, "edge_dropout must be a probability from 0 to 1, got 1.5"),
         ({"input_dropout": -0.1}, "input_dropout must be a probability from 0 to 1, got -0.1"),

@@ -15,6 +15,7 @@ from graphattn.graph import Graph
 from graphattn.nn import (
     GPSLayer,
     GraphAttentionConv,
+    GraphMultiheadAttention,
     GraphTransformerLayer,
     PerformerAttention,
     PolynormerLayer,
@@ -86,6 +87,8 @@ class GraphTransformer(nn.Module):
             training.
         input_dropout: Probability of dropping entries of ``x``, in training. Default ``dropout``.
         attention_dropout: Probability of dropping attention weights, in training.
+        attention_gain: Factor of the initial weights of queries and keys, above 0. Below 1,
+            attention starts closer to the mean of the neighbours.
         edge_dropout: Probability of leaving out an edge, in training: in each forward pass anew,
             for all layers alike.
         backend: As in :func:`graphattn.graph_attention`.
@@ -132,6 +135,7 @@ class GraphTransformer(nn.Module):
         dropout: float = 0.0,
         input_dropout: float | None = None,
         attention_dropout: float = 0.0,
+        attention_gain: float = 1.0,
         edge_dropout: float = 0.0,
         backend: str = "auto",
     ) -> None:
@@ -148,6 +152,10 @@ class GraphTransformer(nn.Module):
         check_choice("GraphTransformer", _JUMPS, jumping_knowledge=jumping_knowledge)
         check_choice("GraphTransformer", _NORMS, norm=norm)
         check_choice("GraphTransformer", _ACTIVATIONS, activation=activation)
+        if not attention_gain > 0.0:
+            raise ValueError(
+                f"GraphTransformer: attention_gain must be above 0, got {attention_gain}."
+            )
         if num_layers < 1 or heads < 1 or hidden_channels % heads != 0:
             raise ValueError(
                 "GraphTransformer: expected num_layers >= 1 and hidden_channels divisible by "
@@ -186,6 +194,7 @@ class GraphTransformer(nn.Module):
         self.target = target
         self.dropout = dropout
         self.input_dropout = dropout if input_dropout is None else input_dropout
+        self.attention_gain = attention_gain
         self.edge_dropout = edge_dropout
         self.residual = residual
         self.plain = plain
@@ -263,11 +272,22 @@ class GraphTransformer(nn.Module):
             )
         elif head == "linear":
             self.head = nn.Linear(hidden, out_channels)
+        self._scale_attention()
 
     def reset_parameters(self) -> None:
         """Draws all parameters anew."""
         for child in self.children():
             reset(child)
+        self._scale_attention()
+
+    @torch.no_grad()
+    def _scale_attention(self) -> None:
+        for module in self.modules():
+            if isinstance(module, GraphAttentionConv):
+                module.lin_query.weight.mul_(self.attention_gain)
+                module.lin_key.weight.mul_(self.attention_gain)
+            elif isinstance(module, GraphMultiheadAttention) and module.in_proj_weight is not None:
+                module.in_proj_weight[: 2 * module.embed_dim].mul_(self.attention_gain)
 
     def forward(
         self,
@@ -342,7 +362,8 @@ class GraphTransformer(nn.Module):
         outputs: list[Tensor] = []
         for index, layer in enumerate(self.layers):
             if self.plain:
-                h = F.dropout(h, self.dropout, self.training)
+                raw = index == 0 and x is not None and self.lin_in is None
+                h = F.dropout(h, self.input_dropout if raw else self.dropout, self.training)
             out = layer(
                 h, graph, edge_attr=edge_attr, return_attention_weights=return_attention_weights
             )
