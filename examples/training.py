@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import resource
@@ -34,7 +33,7 @@ from tqdm import tqdm
 import graphattn
 from graphattn import Graph, backends
 from graphattn.data import evaluate
-from graphattn.experiment import figure, integer, number
+from graphattn.experiment import figure, integer, number, warmup_cosine
 from graphattn.models import GraphTransformer, mask_labels
 
 # Options ##########################################################################################
@@ -301,9 +300,10 @@ class Run:
             self.model.parameters(), lr=args.lr, weight_decay=args.weight_decay
         )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.rate)
-        self.average = AveragedModel(
-            self.model, multi_avg_fn=get_ema_multi_avg_fn(args.ema), use_buffers=True
-        )
+        self.average: AveragedModel | None = None
+        if args.ema > 0.0:
+            decay = get_ema_multi_avg_fn(args.ema)
+            self.average = AveragedModel(self.model, multi_avg_fn=decay, use_buffers=True)
         on_gpu = args.device != "cpu"
         mode = "reduce-overhead" if on_gpu else "default"
         self.compiled = torch.compile(self.model, mode=mode) if args.compile else self.model
@@ -313,13 +313,9 @@ class Run:
 
     def rate(self, epoch: int) -> float:
         """The learning rate of an epoch over its highest."""
-        warmup = self.args.warmup
-        if epoch < warmup:
-            return (epoch + 1) / warmup
-        if self.args.schedule == "constant":
+        if self.args.schedule == "constant" and epoch >= self.args.warmup:
             return 1.0
-        done = (epoch - warmup) / max(1, self.args.epochs - warmup)
-        return 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0)))
+        return warmup_cosine(epoch, steps=self.args.epochs, warmup=self.args.warmup)
 
     def train_epoch(self) -> float:
         self.model.train()
@@ -336,20 +332,23 @@ class Run:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.args.clip)
         self.optimizer.step()
         self.schedule.step()
-        if self.args.ema > 0.0:
+        if self.average is not None:
             self.average.update_parameters(self.model)
         return loss.item()
 
     def outputs(self, model: torch.nn.Module, labels: Tensor | None) -> Tensor:
         """Logits ``[N, C]``, after as many passes as labels and predictions are reused."""
         device = torch.device(self.args.device).type
-        edge_attr, shown = self.data.get("edge_features"), labels
+        edge_attr = self.data.get("edge_features")
         with torch.autocast(device, torch.bfloat16, enabled=self.args.autocast):
             out = model(self.data.x, self.graph, labels=labels, edge_attr=edge_attr)
-            for _ in range(self.args.label_reuse if labels is not None else 0):
-                known = F.one_hot(labels.clamp(min=0), out.size(1)).to(out.dtype)
-                shown = torch.where((labels >= 0)[:, None], known, out.detach().softmax(dim=1))
-                out = model(self.data.x, self.graph, labels=shown, edge_attr=edge_attr)
+            if labels is None or self.args.label_reuse == 0:
+                return out.float()
+            shown = (labels >= 0)[:, None]
+            known = F.one_hot(labels.clamp(min=0), out.size(1)).to(out.dtype)
+            for _ in range(self.args.label_reuse):
+                soft = torch.where(shown, known, out.detach().softmax(dim=1))
+                out = model(self.data.x, self.graph, labels=soft, edge_attr=edge_attr)
         return out.float()
 
     def loss(self, out: Tensor, nodes: Tensor) -> Tensor:
@@ -365,7 +364,7 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        model = self.average if self.args.ema > 0.0 else self.compiled
+        model = self.compiled if self.average is None else self.average
         model.eval()
         labels = None
         if self.args.label_rate > 0.0:
@@ -423,7 +422,7 @@ class Run:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
-            "average": self.average.state_dict() if self.args.ema > 0.0 else None,
+            "average": None if self.average is None else self.average.state_dict(),
             "best": self.best,
             "history": self.history,
             "seconds": self.seconds,
@@ -435,7 +434,7 @@ class Run:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
-        if state["average"] is not None:
+        if self.average is not None:
             self.average.load_state_dict(state["average"])
         self.history, self.seconds, self.best = state["history"], state["seconds"], state["best"]
         torch.set_rng_state(state["rng"].cpu())

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -43,6 +44,7 @@ __all__ = [
     "number",
     "option_parser",
     "train",
+    "warmup_cosine",
 ]
 
 # Options ##########################################################################################
@@ -102,6 +104,17 @@ class Trained(NamedTuple):
     seconds: float
 
 
+def warmup_cosine(step: int, *, steps: int, warmup: int = 0) -> float:
+    """The learning rate of step ``step``, from 0, over its highest: linear, then half a cosine.
+
+    >>> [warmup_cosine(step, steps=4, warmup=2) for step in range(5)]
+    [0.5, 1.0, 1.0, 0.5, 0.0]
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
 def train(
     model: nn.Module,
     loss: Callable[[int], Tensor],
@@ -135,12 +148,8 @@ def train(
     """
     from tqdm import tqdm
 
-    def rate(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
-
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
+    rate = partial(warmup_cosine, steps=steps, warmup=warmup)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     losses: list[float] = []
     start = time.perf_counter()
