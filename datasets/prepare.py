@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 from graphattn.data import load
-from graphattn.data.ogb import CHECKSUMS, OGB, find_raw, stale_cache
+from graphattn.data.ogb import CHECKSUMS, MAG, OGB, find_raw, stale_cache
 from graphattn.data.sources import SOURCES, prepare
 
 HERE = Path(__file__).resolve().parent
-NAMES = sorted({*OGB, *SOURCES})
-LARGE = {"ogbn-products", "ogbn-proteins"}  # gigabytes on disk and in memory: by name only
+NAMES = sorted({*OGB, MAG, *SOURCES})
+LARGE = {MAG, "ogbn-products", "ogbn-proteins"}  # gigabytes on disk and in memory: by name only
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -65,6 +65,8 @@ def _state(name: str, root: Path) -> str:
     archive = root / f"{name}.npz"
     if archive.is_file():
         return f"ready ({archive.stat().st_size / 1e6:.1f} MB)"
+    if name == MAG and find_raw(name, root) is not None:
+        return "ready, in OGB's files"
     if name in OGB and find_raw(name, root) is not None:
         return "OGB's files are here, not converted yet"
     return "absent"
@@ -79,7 +81,8 @@ def _prepare(name: str, root: Path) -> bool:
     except (OSError, ValueError, TypeError, ImportError) as error:
         print(f"{name}: {error}{stale_cache(name, root)}", file=sys.stderr)
         return False
-    features = f"{data.x.size(1)} features" if data.x is not None else "no node features"
+    x = data["paper"].x if name == MAG else data.x
+    features = f"{x.size(1)} features" if x is not None else "no node features"
     checked = " (official checksums)" if name in CHECKSUMS and find_raw(name, root) else ""
     print(
         f"{name}: ready{checked}: {path}: {data.num_nodes:,} nodes, {data.num_edges:,} stored "

@@ -13,10 +13,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ogbn_arxiv import load_or_exit
-
 from graphattn import keep_pages
-from training import add_options, parse, train
+from training import run
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -24,9 +22,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         description="Train a graph transformer for node classification, full batch."
     )
     parser.add_argument("--dataset", required=True, help="for instance cora, tolokers, karate")
-    add_options(parser)
-    args = parse(parser, argv)
-    return train(load_or_exit(parser, args), args)
+    return run(parser, argv)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 
 from graphattn import keep_pages
 from graphattn.data import load
-from training import add_options, parse, train
+from training import add_options, load_or_exit, parse, train
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -54,13 +54,6 @@ def load_demo(args: argparse.Namespace) -> Any:
         return load("synthetic-arxiv")
     print(f"Demo on ogbn-arxiv, found in {args.root}/")
     return data
-
-
-def load_or_exit(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Any:
-    try:
-        return load(args.dataset, root=args.root, download=args.download)
-    except (OSError, ImportError, ValueError) as error:
-        parser.error(str(error).replace("Pass download=True", "Pass --download"))
 
 
 def first_sentence(error: Exception) -> str:

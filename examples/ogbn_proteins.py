@@ -12,10 +12,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ogbn_arxiv import load_or_exit
-
 from graphattn import keep_pages
-from training import add_options, parse, train
+from training import run
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -23,9 +21,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         description="Train a graph transformer on ogbn-proteins, full batch."
     )
     parser.set_defaults(dataset="ogbn-proteins")
-    add_options(parser)
-    args = parse(parser, argv)
-    return train(load_or_exit(parser, args), args)
+    return run(parser, argv)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""Full-batch node classification: the options, the loop, the checkpoints and the report.
+"""Node classification: the options, the loop, the checkpoints and the report.
 
-What ``ogbn_arxiv.py`` and ``node_classification.py`` have in common.
+What the training scripts have in common.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import platform
@@ -13,7 +14,8 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch_geometric.data import Data
+from torch_geometric.loader import RandomNodeLoader
 from torch_geometric.nn import CorrectAndSmooth
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.transforms import NormalizeFeatures
@@ -32,7 +35,7 @@ from tqdm import tqdm
 
 import graphattn
 from graphattn import Graph, backends
-from graphattn.data import evaluate
+from graphattn.data import evaluate, load
 from graphattn.experiment import figure, integer, number, warmup_cosine
 from graphattn.models import GraphTransformer, mask_labels
 
@@ -40,29 +43,37 @@ from graphattn.models import GraphTransformer, mask_labels
 
 
 CONFIGS = Path(__file__).parent / "configs"
+SPARSE = 0.1  # features with fewer entries than this share become a sparse matrix
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    flag, share = argparse.BooleanOptionalAction, number(0, 1)
-    parser.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="options in TOML, which those given here override (default: configs/DATASET.toml)",
-    )
+    """All options, in groups."""
+    add_graph_options(parser)
+    add_model_options(parser)
+    add_label_options(parser)
+    add_training_options(parser)
+    add_file_options(parser)
 
-    data = parser.add_argument_group("data")
-    add = data.add_argument
-    add("--root", type=Path, default=Path("datasets"), help="folder of the data sets")
-    add("--download", action="store_true", help="download the set if it is not there")
+
+def add_graph_options(parser: argparse.ArgumentParser) -> None:
+    add, flag = parser.add_argument_group("graph").add_argument, argparse.BooleanOptionalAction
     add("--directed", action="store_true", help="keep edges as stored, one-way")
     add("--directions", action=flag, help="tell stored edges and their reverses apart")
     add("--edge-features", action=flag, help="use features of edges, where the set has them")
     add("--self-loops", action=flag, help="let every node attend to itself")
     add("--normalize-features", action=flag, help="scale feature rows to sum to 1")
+    add(
+        "--parts",
+        type=integer(1),
+        default=1,
+        help="train on so many parts of the nodes, drawn anew in each epoch, and on the edges "
+        "within them; evaluate on the whole graph, on the CPU",
+    )
 
-    model = parser.add_argument_group("model")
-    add = model.add_argument
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    add, flag = parser.add_argument_group("model").add_argument, argparse.BooleanOptionalAction
+    share = number(0, 1)
     add("--hidden", type=integer(1), default=128, help="width of the layers")
     add("--layers", type=integer(1), default=3, help="number of layers")
     add("--heads", type=integer(1), default=4, help="attention heads")
@@ -82,6 +93,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--attention-dropout", type=share, default=0.0, help="on attention weights")
     add("--attention-gain", type=number(1e-6), default=1.0, help="of initial queries and keys")
     add("--edge-dropout", type=share, default=0.0, help="on edges")
+    add("--backend", default="auto", choices=("auto", *backends.NAMES), help="of the operator")
+    add("--compile", action="store_true", help="torch.compile; on a GPU with CUDA graphs")
+
+
+def add_label_options(parser: argparse.ArgumentParser) -> None:
+    add, flag = parser.add_argument_group("labels").add_argument, argparse.BooleanOptionalAction
+    share = number(0, 1)
     add(
         "--label-rate",
         type=share,
@@ -94,12 +112,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="how often predictions become inputs where no label is shown",
     )
-    add("--backend", default="auto", choices=("auto", *backends.NAMES), help="of the operator")
+    add("--correct-and-smooth", action=flag, help="spread errors and labels after training")
+    add("--correction-alpha", type=share, default=0.8, help="how far errors spread")
+    add("--smoothing-alpha", type=share, default=0.8, help="how far labels spread")
 
-    loop = parser.add_argument_group("training")
-    add = loop.add_argument
+
+def add_training_options(parser: argparse.ArgumentParser) -> None:
+    add, share = parser.add_argument_group("training").add_argument, number(0, 1)
     add("--runs", type=integer(1), default=10, help="number of seeds, or of splits")
-    add("--epochs", type=integer(1), default=300, help="steps of one run, at most")
+    add("--epochs", type=integer(1), default=300, help="passes over the data in a run, at most")
+    add("--evaluate-every", type=integer(1), default=1, help="epochs between two evaluations")
     add("--patience", type=integer(1), help="end a run so many epochs after its best")
     add("--lr", type=number(0), default=1e-3, help="learning rate of Adam")
     add("--warmup", type=integer(0), default=0, help="epochs in which the rate grows to --lr")
@@ -108,17 +130,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--label-smoothing", type=share, default=0.0, help="of the loss")
     add("--clip", type=number(0), help="largest norm of the gradient")
     add("--ema", type=share, default=0.0, help="evaluate moving averages with this decay")
-    add("--correct-and-smooth", action=flag, help="spread errors and labels after training")
-    add("--correction-alpha", type=share, default=0.8, help="how far errors spread")
-    add("--smoothing-alpha", type=share, default=0.8, help="how far labels spread")
     add("--seed", type=integer(0), default=0, help="seed of the first run")
     add("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
     add("--autocast", action="store_true", help="bfloat16 where autocast has it")
-    add("--compile", action="store_true", help="torch.compile; on a GPU with CUDA graphs")
     add("--threads", type=integer(1), help="CPU threads (default: torch's choice)")
 
-    output = parser.add_argument_group("output")
-    add = output.add_argument
+
+def add_file_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("files").add_argument
+    add(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="options in TOML, which those given here override (default: configs/DATASET.toml)",
+    )
+    add("--root", type=Path, default=Path("datasets"), help="folder of the data sets")
+    add("--download", action="store_true", help="download the set if it is not there")
     add("--log-every", type=integer(1), default=20, help="epochs between two lines")
     add("--out", type=Path, help="folder for result.json, curve.png, checkpoint.pt")
     add("--json", type=Path, metavar="FILE", help="write the result here instead")
@@ -147,6 +174,8 @@ def parse(
         parser.error("--label-rate must be below 1: at 1 no label is left to predict")
     if args.directed and args.directions:
         parser.error("--directions needs edges both ways, and --directed keeps one")
+    if args.parts > 1 and args.compile:
+        parser.error("--compile needs one graph of one size, and --parts makes many")
     if args.resume and args.overwrite:
         parser.error("--resume and --overwrite exclude each other")
     try:
@@ -176,6 +205,13 @@ def configured(parser: argparse.ArgumentParser, path: Path) -> list[str]:
 
 
 # Data #############################################################################################
+
+
+def load_or_exit(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Any:
+    try:
+        return load(args.dataset, root=args.root, download=args.download)
+    except (OSError, ImportError, ValueError) as error:
+        parser.error(str(error).replace("Pass download=True", "Pass --download"))
 
 
 def prepare(data: Data, args: argparse.Namespace) -> tuple[Data, Graph]:
@@ -210,10 +246,14 @@ def prepare(data: Data, args: argparse.Namespace) -> tuple[Data, Graph]:
     if args.directions:
         both = directions(data, graph)
         edge_attr = both if edge_attr is None else torch.cat([edge_attr, both], dim=1)
-    data.edge_features = edge_attr
+    data.edge_index, data.edge_attr = graph.edge_index, edge_attr
     features, multi_label = data.x is not None, data.y.is_floating_point()
     if features and args.normalize_features:
         data = NormalizeFeatures()(data)
+    if features and args.parts == 1 and data.x.count_nonzero() < SPARSE * data.x.numel():
+        with warnings.catch_warnings():  # which call the layout new
+            warnings.simplefilter("ignore", UserWarning)
+            data.x = data.x.to_sparse_csr()
     if args.label_rate is None:
         args.label_rate = 0.0 if features or multi_label else 0.625
     if args.label_rate > 0.0 and multi_label:
@@ -239,10 +279,13 @@ def prepare(data: Data, args: argparse.Namespace) -> tuple[Data, Graph]:
 
 
 def directions(data: Data, graph: Graph) -> Tensor:
-    """Of each edge, whether it is stored, and whether its reverse is: ``[E, 2]``."""
+    """Of each edge of ``graph``, whether ``data`` has it, and whether it has its reverse."""
     stored, there = (src * data.num_nodes + dst for src, dst in (data.edge_index, graph.edge_index))
     back = graph.edge_index[1] * data.num_nodes + graph.edge_index[0]
     return torch.stack([torch.isin(there, stored), torch.isin(back, stored)], dim=1).float()
+
+
+MakeModel = Callable[[Data, argparse.Namespace], torch.nn.Module]
 
 
 def make_model(data: Data, args: argparse.Namespace) -> GraphTransformer:
@@ -261,7 +304,7 @@ def make_model(data: Data, args: argparse.Namespace) -> GraphTransformer:
         label_classes=data.num_classes if args.label_rate > 0.0 else 0,
         degree_encoding=data.x is None,
         input_projection=args.input_projection,
-        edge_dim=None if data.get("edge_features") is None else data.edge_features.size(1),
+        edge_dim=None if data.edge_attr is None else data.edge_attr.size(1),
         root_weight=args.root_weight,
         beta=args.beta,
         residual=args.residual,
@@ -291,10 +334,18 @@ def split_of(data: Data, run: int) -> dict[str, Tensor]:
 class Run:
     """One seed: a model, its optimiser, and the history of its metrics."""
 
-    def __init__(self, data: Data, graph: Graph, args: argparse.Namespace, index: int) -> None:
+    def __init__(
+        self,
+        data: Data,
+        graph: Graph,
+        args: argparse.Namespace,
+        index: int,
+        make_model: MakeModel = make_model,
+    ) -> None:
         torch.manual_seed(args.seed + index)
-        self.data, self.graph, self.args, self.index = data, graph, args, index
         self.masks = split_of(data, index)
+        self.data, self.graph, self.args, self.index = copy.copy(data), graph, args, index
+        self.data.train_mask = self.masks["train"]
         self.model = make_model(data, args).to(args.device)
         self.optimizer = torch.optim.Adam(
             self.model.parameters(), lr=args.lr, weight_decay=args.weight_decay
@@ -318,42 +369,57 @@ class Run:
         return warmup_cosine(epoch, steps=self.args.epochs, warmup=self.args.warmup)
 
     def train_epoch(self) -> float:
+        """A step for each part of the nodes; returns the mean loss."""
         self.model.train()
+        losses = [self.train_step(*part) for part in self.parts()]
+        self.schedule.step()
+        return torch.stack(losses).mean().item()
+
+    def parts(self) -> Iterator[tuple[Data, Graph]]:
+        """The whole graph, or the subgraphs of a random partition of its nodes."""
+        if self.args.parts == 1:
+            yield self.data, self.graph
+            return
+        for part in RandomNodeLoader(self.data, self.args.parts, shuffle=True):
+            if part.train_mask.any():
+                part = part.to(self.args.device)
+                yield part, Graph(part.edge_index, part.num_nodes)
+
+    def train_step(self, data: Data, graph: Graph) -> Tensor:
         self.optimizer.zero_grad()
-        train = self.masks["train"]
-        labels, hidden = None, train
+        labels, hidden = None, data.train_mask
         if self.args.label_rate > 0.0:
-            hidden = torch.zeros_like(train)
+            hidden = torch.zeros_like(hidden)
             while not hidden.any():  # something must be left to predict
-                labels, hidden = mask_labels(self.data.y, train, self.args.label_rate)
-        loss = self.loss(self.outputs(self.compiled, labels), hidden)
+                labels, hidden = mask_labels(data.y, data.train_mask, self.args.label_rate)
+        loss = self.loss(self.outputs(self.compiled, data, graph, labels), data.y, hidden)
         loss.backward()
         if self.args.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.args.clip)
         self.optimizer.step()
-        self.schedule.step()
         if self.average is not None:
             self.average.update_parameters(self.model)
-        return loss.item()
+        return loss.detach()
 
-    def outputs(self, model: torch.nn.Module, labels: Tensor | None) -> Tensor:
+    def outputs(
+        self, model: torch.nn.Module, data: Data, graph: Graph, labels: Tensor | None
+    ) -> Tensor:
         """Logits ``[N, C]``, after as many passes as labels and predictions are reused."""
-        device = torch.device(self.args.device).type
-        edge_attr = self.data.get("edge_features")
-        with torch.autocast(device, torch.bfloat16, enabled=self.args.autocast):
-            out = model(self.data.x, self.graph, labels=labels, edge_attr=edge_attr)
+        edge_attr = data.edge_attr
+        with torch.autocast(data.y.device.type, torch.bfloat16, enabled=self.args.autocast):
+            out = model(data.x, graph, labels=labels, edge_attr=edge_attr)
             if labels is None or self.args.label_reuse == 0:
                 return out.float()
             shown = (labels >= 0)[:, None]
             known = F.one_hot(labels.clamp(min=0), out.size(1)).to(out.dtype)
             for _ in range(self.args.label_reuse):
                 soft = torch.where(shown, known, out.detach().softmax(dim=1))
-                out = model(self.data.x, self.graph, labels=soft, edge_attr=edge_attr)
+                out = model(data.x, graph, labels=soft, edge_attr=edge_attr)
         return out.float()
 
-    def loss(self, out: Tensor, nodes: Tensor) -> Tensor:
+    def loss(self, out: Tensor, target: Tensor, nodes: Tensor) -> Tensor:
         """The mean over these nodes, by a mask: no shape depends on how many they are."""
-        target, smoothing = self.data.y, self.args.label_smoothing
+        smoothing = self.args.label_smoothing
         if not target.is_floating_point():
             target = torch.where(nodes, target, -100)  # which counts as nothing
             return F.cross_entropy(out, target, label_smoothing=smoothing)
@@ -365,11 +431,12 @@ class Run:
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         model = self.compiled if self.average is None else self.average
-        model.eval()
+        model.eval().to(self.data.y.device)
         labels = None
         if self.args.label_rate > 0.0:
-            labels, _ = mask_labels(self.data.y, self.masks["train"], 1.0)
-        out = self.outputs(model, labels)
+            labels, _ = mask_labels(self.data.y, self.data.train_mask, 1.0)
+        out = self.outputs(model, self.data, self.graph, labels)
+        model.to(self.args.device)
         metrics = self.metrics(out)
         if self.args.correct_and_smooth and self.is_best(metrics):
             self.best = out
@@ -382,12 +449,12 @@ class Run:
         }
 
     def is_best(self, metrics: dict[str, float]) -> bool:
-        return all(metrics["val"] > epoch["val"] for epoch in self.history)
+        return all(metrics["val"] > epoch["val"] for epoch in evaluated(self.history))
 
     def is_over(self) -> bool:
         """Whether all epochs are done, or the best is ``--patience`` epochs ago."""
         epochs, patience = len(self.history), self.args.patience
-        if epochs == self.args.epochs or patience is None or epochs == 0:
+        if epochs == self.args.epochs or patience is None or not evaluated(self.history):
             return epochs == self.args.epochs
         return epochs - 1 - self.history.index(best_epoch(self.history)) >= patience
 
@@ -413,7 +480,9 @@ class Run:
         if self.args.device != "cpu":
             torch.cuda.synchronize()
         self.seconds.append(time.perf_counter() - start)
-        self.history.append({"loss": loss, **self.evaluate()})
+        epoch = len(self.history) + 1
+        due = epoch % self.args.evaluate_every == 0 or epoch == self.args.epochs
+        self.history.append({"loss": loss, **(self.evaluate() if due else {})})
         return self.history[-1]
 
     def state(self) -> dict[str, Any]:
@@ -491,6 +560,7 @@ def run_all(
     args: argparse.Namespace,
     checkpoint: Checkpoint,
     state: dict[str, Any] | None,
+    make_model: MakeModel,
 ) -> list[dict[str, Any]]:
     """The history of every run, those in the checkpoint's ``state`` included."""
     finished: list[dict[str, Any]] = [] if state is None else state["finished"]
@@ -499,7 +569,7 @@ def run_all(
     # disable=None: no bar where nobody watches a terminal.
     with tqdm(total=total, initial=done, unit="epoch", dynamic_ncols=True, disable=None) as bar:
         for index in range(len(finished), args.runs):
-            run = Run(data, graph, args, index)
+            run = Run(data, graph, args, index, make_model)
             if started is not None:
                 run.load(started)
                 bar.update(len(run.history))
@@ -507,7 +577,8 @@ def run_all(
             while not run.is_over():
                 metrics = run.step()
                 epoch = len(run.history)
-                if epoch % args.log_every == 0 or epoch in (1, args.epochs):
+                due = epoch % args.log_every < args.evaluate_every or epoch in (1, args.epochs)
+                if due and "val" in metrics:
                     bar.write(epoch_line(index, epoch, metrics), file=sys.stdout)
                     sys.stdout.flush()
                 bar.update(1)
@@ -527,7 +598,12 @@ def run_all(
     return finished
 
 
-def train(data: Data, args: argparse.Namespace) -> dict[str, Any]:
+def train(
+    data: Data,
+    args: argparse.Namespace,
+    prepare: Callable[[Data, argparse.Namespace], tuple[Data, Graph]] = prepare,
+    make_model: MakeModel = make_model,
+) -> dict[str, Any]:
     """All runs, with the report on the screen; returns the result that is written as JSON."""
     print_versions(args)
     if args.out is None:
@@ -544,14 +620,16 @@ def train(data: Data, args: argparse.Namespace) -> dict[str, Any]:
             "drop it by --overwrite"
         )
     data, graph = prepare(data, args)
-    data, graph = data.to(args.device), graph.to(args.device)
+    if args.parts == 1:  # else only parts go there
+        data, graph = data.to(args.device), graph.to(args.device)
     if args.compile:
         _ = graph.edge_index, graph.src_ptr  # made now, or else by what is compiled
-    parameters = sum(p.numel() for p in make_model(data, args).parameters())
-    print(f"Model: GraphTransformer, {parameters:,} parameters")
+    model = make_model(data, args)
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"Model: {type(model).__name__}, {parameters:,} parameters")
 
     try:
-        finished = run_all(data, graph, args, checkpoint, state)
+        finished = run_all(data, graph, args, checkpoint, state, make_model)
     except KeyboardInterrupt:
         exists = checkpoint.path.exists()
         print("Stopped;", f"--resume goes on from {checkpoint.path}" if exists else "nothing saved")
@@ -561,6 +639,13 @@ def train(data: Data, args: argparse.Namespace) -> dict[str, Any]:
     write(result, finished, args)
     checkpoint.path.unlink(missing_ok=True)
     return result
+
+
+def run(parser: argparse.ArgumentParser, argv: list[str] | None) -> dict[str, Any]:
+    """What a script does: read the options, load the set, train."""
+    add_options(parser)
+    args = parse(parser, argv)
+    return train(load_or_exit(parser, args), args)
 
 
 # The report #######################################################################################
@@ -587,9 +672,14 @@ def epoch_line(run: int, epoch: int, metrics: dict[str, float]) -> str:
     )
 
 
+def evaluated(history: list[dict[str, float]]) -> list[dict[str, float]]:
+    """The epochs that have metrics: all, or one in ``--evaluate-every``."""
+    return [epoch for epoch in history if "val" in epoch]
+
+
 def best_epoch(history: list[dict[str, float]]) -> dict[str, float]:
     """The epoch with the highest validation metric, the first of equals."""
-    return max(history, key=lambda epoch: epoch["val"])
+    return max(evaluated(history), key=lambda epoch: epoch["val"])
 
 
 def run_summary(run: int, final: dict[str, float]) -> str:
@@ -672,8 +762,8 @@ def write(result: dict[str, Any], finished: list[dict[str, Any]], args: argparse
     for number_of_run, epochs in enumerate(history):
         for name, color in colors.items():
             axes.plot(
-                range(1, len(epochs) + 1),
-                [100 * epoch[name] for epoch in epochs],
+                [i + 1 for i, epoch in enumerate(epochs) if name in epoch],
+                [100 * epoch[name] for epoch in epochs if name in epoch],
                 color=color,
                 alpha=0.9 if len(history) == 1 else 0.5,
                 linewidth=1.2,

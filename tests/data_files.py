@@ -61,6 +61,49 @@ def write_raw(root, name, *, folder=None, **change):
     return folder
 
 
+MAG_EDGES = {
+    ("author", "affiliated_with", "institution"): (3, 2),
+    ("author", "writes", "paper"): (3, 6),
+    ("paper", "cites", "paper"): (6, 6),
+    ("paper", "has_topic", "field_of_study"): (6, 4),
+}
+
+
+def write_mag(root, **change):
+    """Write a small ogbn-mag in OGB's layout: 15 nodes of four types."""
+    folder = root / "ogbn_mag"
+    rng = np.random.default_rng(0)
+    files = {
+        "raw/node-feat/paper/node-feat": rng.standard_normal((6, 3)),
+        "raw/node-feat/paper/node_year": np.arange(2014, 2020),
+        "raw/node-label/paper/node-label": np.array([0, 3, 1, 2, 0, 348]),
+        "split/time/paper/train": np.array([0, 2]),
+        "split/time/paper/valid": np.array([5]),
+        "split/time/paper/test": np.array([4, 1, 3]),
+    }
+    for relation, sizes in MAG_EDGES.items():
+        # Every node has an edge, so that each type can take the features of another.
+        edges = [[row % size for size in sizes] for row in range(max(sizes))]
+        files[f"raw/relations/{'___'.join(relation)}/edge"] = np.array(edges)
+        files[f"raw/relations/{'___'.join(relation)}/num-edge-list"] = np.array([max(sizes)])
+    for path, values in {**files, **change}.items():
+        if values is not None:
+            write_csv(folder / f"{path}.csv.gz", values)
+    kinds = "author,field_of_study,institution,paper\n"
+    only_papers = f"{kinds}False,False,False,True\n"
+    words = {
+        "split/time/nodetype-has-split": only_papers,
+        "raw/nodetype-has-feat": only_papers,
+        "raw/nodetype-has-label": only_papers,
+        "raw/num-node-dict": f"{kinds}3,4,2,6\n",
+        "raw/triplet-type-list": "".join(f"{','.join(relation)}\n" for relation in MAG_EDGES),
+    }
+    for name, text in words.items():
+        with gzip.open(folder / f"{name}.csv.gz", "wt") as file:
+            file.write(text)
+    return folder
+
+
 def equal_data(a, b):
     assert set(a.keys()) == set(b.keys())
     for key in a.keys():  # noqa: SIM118

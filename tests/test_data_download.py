@@ -18,7 +18,7 @@ import graphattn.data.archive
 import graphattn.data.download
 import graphattn.data.ogb
 import graphattn.data.sources
-from data_files import ROOT, equal_data, write_raw, zip_of
+from data_files import ROOT, equal_data, write_mag, write_raw, zip_of
 from graphattn.data import (
     load,
 )
@@ -246,6 +246,26 @@ def test_load_download_failures(tmp_path, ogb_server, monkeypatch):
         FileExistsError, match=r"exists but has no raw/edge\.csv\.gz\. Move it away"
     ):
         load("ogbn-arxiv", root=root, download=True)
+
+
+def test_load_downloads_ogbn_mag_and_keeps_it_as_it_came(
+    tmp_path, server, command, monkeypatch, capsys
+):
+    table = graphattn.data.ogb._master_table()
+    table["ogbn-mag"]["url"] = f"{server.url}/mag.zip"
+    monkeypatch.setattr(graphattn.data.ogb, "_master_table", lambda: table)
+    origin = write_mag(tmp_path / "origin")
+    server.files["/mag.zip"] = zip_of(origin.rename(origin.with_name("mag")))
+    root = tmp_path / "datasets"
+    data = load("ogbn-mag", root=root, download=True)
+    assert data["paper"].x.shape == (6, 3)
+    assert sorted(os.listdir(root)) == ["downloads", "ogbn_mag"]
+    server.files.clear()  # from here on everything is local
+    assert load("ogbn-mag", root=root, download=True)["paper"].y.tolist()[-1] == 348
+    assert command.main(["--root", str(root), "ogbn-mag"]) == 0
+    out = capsys.readouterr().out
+    assert "ready, in OGB's files" in out
+    assert "15 nodes, 21 stored edges, 3 features, 349 classes, metric accuracy" in out
 
 
 # Other sources and the command line

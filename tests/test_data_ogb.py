@@ -12,13 +12,8 @@ import graphattn.data.archive
 import graphattn.data.download
 import graphattn.data.ogb
 import graphattn.data.sources
-from data_files import (
-    equal_data,
-    write_raw,
-)
-from graphattn.data import (
-    load,
-)
+from data_files import MAG_EDGES, equal_data, write_mag, write_raw
+from graphattn.data import load
 from graphattn.data.ogb import OGB, read_raw, read_with_ogb, verify
 
 # OGB's csv.gz layout
@@ -147,3 +142,68 @@ def test_verify_names_the_wrong_file(tmp_path):
     ):
         verify("ogbn-arxiv", tmp_path)
     assert verify("ogbn-products", tmp_path) == 0
+
+
+# ogbn-mag
+
+
+def test_load_ogbn_mag_equals_what_ogb_reads(tmp_path):
+    from ogb.io.read_graph_raw import (
+        read_csv_heterograph_raw,
+        read_node_label_hetero,
+        read_nodesplitidx_split_hetero,
+    )
+
+    folder = write_mag(tmp_path)
+    data = load("ogbn-mag", root=tmp_path)
+    (graph,) = read_csv_heterograph_raw(
+        str(folder / "raw"), additional_node_files=["node_year"], additional_edge_files=[]
+    )
+    paper = data["paper"]
+    assert {kind: data[kind].num_nodes for kind in data.node_types} == graph["num_nodes_dict"]
+    assert set(data.edge_types) == set(graph["edge_index_dict"]) == set(MAG_EDGES)
+    for relation, edges in graph["edge_index_dict"].items():
+        assert data[relation].edge_index.tolist() == edges.tolist()
+    torch.testing.assert_close(paper.x, torch.from_numpy(graph["node_feat_dict"]["paper"]))
+    assert paper.y.tolist() == read_node_label_hetero(str(folder / "raw"))["paper"][:, 0].tolist()
+    assert paper.node_year.tolist() == graph["node_year"]["paper"][:, 0].tolist()
+    split = read_nodesplitidx_split_hetero(str(folder / "split" / "time"))
+    for key, part in zip(("train", "val", "test"), split, strict=True):
+        assert paper[f"{key}_mask"].nonzero()[:, 0].tolist() == sorted(part["paper"].tolist())
+    assert (data.name, data.metric, data.num_classes) == ("ogbn-mag", "accuracy", 349)
+    assert data.validate()
+    row = graphattn.data.ogb._master_table()["ogbn-mag"]
+    assert (row["eval metric"], row["num classes"], row["split"]) == ("acc", "349", "time")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"raw/node-label/paper/node-label": None}, FileNotFoundError, "lacks .*node-label.csv.gz"),
+        ({"raw/relations/paper___cites___paper/edge": None}, FileNotFoundError, "cites.*edge.csv"),
+        (
+            {"raw/relations/author___writes___paper/edge": np.array([[0, 6]])},
+            ValueError,
+            r"nodes 0\.\.5, got 6\.\.6",
+        ),
+        ({"split/time/paper/train": np.array([-1])}, ValueError, r"nodes 0\.\.5, got -1\.\.-1"),
+        (
+            {"raw/node-feat/paper/node-feat": np.zeros((5, 3))},
+            ValueError,
+            "x must have one row per paper, 6, got 5",
+        ),
+    ],
+)
+def test_load_ogbn_mag_names_what_is_wrong(tmp_path, change, error, message):
+    write_mag(tmp_path, **change)
+    with pytest.raises(error, match=message):
+        load("ogbn-mag", root=tmp_path)
+
+
+def test_load_ogbn_mag_damaged_or_absent(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"ogbn_mag/raw/triplet-type-list\.csv\.gz"):
+        load("ogbn-mag", root=tmp_path)
+    folder = write_mag(tmp_path)
+    (folder / "raw" / "num-node-dict.csv.gz").write_bytes(b"no gzip")
+    with pytest.raises(ValueError, match=r"num-node-dict\.csv\.gz is damaged"):
+        load("ogbn-mag", root=tmp_path)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from graphattn import Graph, _native
-from graphattn.models import GraphTransformer, mask_labels
+from graphattn.models import GraphTransformer, graph_transformer, mask_labels
 
 EDGES = torch.tensor([[0, 1, 2, 3, 3, 1], [1, 2, 0, 0, 1, 1]])
 X = torch.linspace(-1.0, 1.0, 40).view(5, 8)  # node 4 is isolated
@@ -470,3 +470,34 @@ def test_c56_compiles_without_a_break_for_changing_sizes(options):
             torch.testing.assert_close(actual, gradient)
     torch._dynamo.reset()
     assert len(traced) <= 3
+
+
+NEW = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+
+
+@NEW
+@pytest.mark.parametrize(
+    "options", [{}, {"input_projection": False}, {"gated": True}, {"feedforward": 32}]
+)
+def test_sparse_features_give_what_dense_ones_give(options):
+    torch.manual_seed(0)
+    x = torch.rand(20, 30) * (torch.rand(20, 30) < 0.1)
+    edge_index = torch.randint(20, (2, 60))
+    model = GraphTransformer(30, 16, 3, 2, 4, dropout=0.5, **options).eval()
+    results = []
+    for rows in (x, x.to_sparse_csr()):
+        out = model(rows, edge_index)
+        results.append((out, *torch.autograd.grad(out.square().sum(), list(model.parameters()))))
+    torch.testing.assert_close(*results)
+    loss = model.train()(x.to_sparse_csr(), edge_index).sum()  # with dropout of what is stored
+    loss.backward()
+    assert loss.isfinite()
+
+
+@NEW
+def test_dropout_of_sparse_features_keeps_their_expectation():
+    rows = torch.ones(200, 50).to_sparse_csr()
+    dropped = graph_transformer._dropout(rows, 0.4, True).to_dense()
+    assert dropped.unique().tolist() == pytest.approx([0.0, 1 / 0.6])
+    assert dropped.mean().item() == pytest.approx(1.0, abs=0.05)
+    assert graph_transformer._dropout(rows, 0.4, False).to_dense().eq(1.0).all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import math
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from torch.nn import functional as F
 from torch_geometric.data import Data
 
-from data_files import write_raw
+from data_files import write_mag, write_raw
 from graphattn import Graph
 from graphattn.data import load
 
@@ -120,7 +121,7 @@ def test_label_smoothing_is_that_of_the_loss(training):
     log_prob = out.log_softmax(dim=1)[nodes]
     right = log_prob.gather(1, run.data.y[nodes, None]).squeeze(1)
     expected = -(0.9 * right + 0.1 * log_prob.mean(dim=1)).mean()
-    torch.testing.assert_close(run.loss(out, nodes), expected)
+    torch.testing.assert_close(run.loss(out, run.data.y, nodes), expected)
 
 
 def test_label_smoothing_of_several_labels(training):
@@ -131,7 +132,7 @@ def test_label_smoothing_of_several_labels(training):
     out, nodes = torch.randn(34, 2), run.masks["train"]
     target = 0.1 + 0.8 * data.y[nodes]
     expected = F.binary_cross_entropy(out[nodes].sigmoid(), target)
-    torch.testing.assert_close(run.loss(out, nodes), expected)
+    torch.testing.assert_close(run.loss(out, run.data.y, nodes), expected)
 
 
 def test_clip_bounds_the_norm_of_the_gradient(training):
@@ -154,7 +155,12 @@ def test_ema_evaluates_the_moving_average_of_the_weights(training):
     torch.testing.assert_close(run.average.module.head.weight, average)
     metrics = run.evaluate()
     run.model.load_state_dict(run.average.module.state_dict())
-    out = run.outputs(run.model.eval(), None if run.args.label_rate == 0 else labels(training, run))
+    out = run.outputs(
+        run.model.eval(),
+        run.data,
+        run.graph,
+        None if run.args.label_rate == 0 else labels(training, run),
+    )
     assert metrics == run.metrics(out)
 
 
@@ -220,7 +226,7 @@ def test_label_reuse_shows_predictions_where_no_label_is_shown(training):
     run.model.register_forward_pre_hook(
         lambda _, args, kwargs: inputs.append(kwargs["labels"]), with_kwargs=True
     )
-    out = run.outputs(run.model, shown)
+    out = run.outputs(run.model, run.data, run.graph, shown)
     assert [x.shape for x in inputs] == [(34,), (34, 2), (34, 2)]
     for soft in inputs[1:]:
         assert torch.equal(soft[:5], F.one_hot(shown[:5], 2).float())
@@ -348,16 +354,16 @@ def test_edge_features_follow_their_edges(training):
     data, graph = training.prepare(data, options(training, "--edge-features"))
     found = {
         tuple(edge): attr
-        for edge, attr in zip(graph.edge_index.T.tolist(), data.edge_features.tolist(), strict=True)
+        for edge, attr in zip(graph.edge_index.T.tolist(), data.edge_attr.tolist(), strict=True)
     }
     # Stored both ways, an edge has the mean; its reverse has the features of one stored once.
     assert found == {(0, 1): [2, 3], (1, 0): [2, 3], (1, 2): [5, 6], (2, 1): [5, 6]}
     assert data.x.tolist() == [[2, 3], [3.5, 4.5], [5, 6]]
     both = ["--edge-features", "--self-loops", "--directions"]
     data, graph = training.prepare(data, options(training, *both))
-    assert data.edge_features.shape == (7, 4)
+    assert data.edge_attr.shape == (7, 4)
     loops = graph.edge_index[0] == graph.edge_index[1]
-    assert (data.edge_features[loops] == 0.0).all()
+    assert (data.edge_attr[loops] == 0.0).all()
 
 
 PROTEINS = {
@@ -385,3 +391,86 @@ def test_ogbn_proteins_in_ogbs_own_layout(training, tmp_path, capsys):
     args = options(training, "--edge-features")
     with pytest.raises(SystemExit, match="cora has no edge features"):
         training.prepare(cora, args)
+
+
+PRODUCTS = {f"split/sales_ranking/{name}": np.arange(6) for name in ("train", "valid", "test")}
+
+
+def test_ogbn_products_in_ogbs_own_layout(training, tmp_path):
+    write_raw(tmp_path, "ogbn-products", **PRODUCTS)
+    script = importlib.import_module("ogbn_products")
+    arguments = ["--root", str(tmp_path), "--out", str(tmp_path / "out"), *SMALL]
+    result = script.main([*arguments, "--runs", "1", "--epochs", "4", "--parts", "2"])
+    assert (result["dataset"], result["num_nodes"]) == ("ogbn-products", 6)
+    assert result["epochs"] == 4
+
+
+def test_ogbn_mag_in_ogbs_own_layout(training, tmp_path, capsys):
+    write_mag(tmp_path)
+    script = importlib.import_module("ogbn_mag")
+    arguments = ["--root", str(tmp_path), "--out", str(tmp_path / "out")]
+    small = ["--hidden", "8", "--heads", "2", "--runs", "1", "--epochs", "3"]
+    result = script.main([*arguments, *small])
+    assert (result["dataset"], result["num_nodes"]) == ("ogbn-mag", 15)
+    out = capsys.readouterr().out
+    assert "15 nodes of 4 types, 349 classes, 21 edges of 7 relations" in out
+    assert "Model: HeteroAttention" in out
+    with pytest.raises(SystemExit):
+        script.main([*arguments, "--label-rate", "0.5"])  # an option that would do nothing
+
+
+def test_ogbn_mag_features_are_means_of_neighbours(training, tmp_path):
+    write_mag(tmp_path)
+    script = importlib.import_module("ogbn_mag")
+    data = load("ogbn-mag", root=tmp_path)
+    view, graphs = script.prepare(data, None)
+    for src, dst in (("paper", "field_of_study"), ("paper", "author"), ("author", "institution")):
+        (edges,) = (graph for (s, _, d), graph in graphs.items() if (s, d) == (src, dst))
+        mean = torch.zeros(edges.num_dst, edges.num_src)
+        mean[edges.edge_index[1], edges.edge_index[0]] = 1.0
+        torch.testing.assert_close(view.x[dst], mean / mean.sum(1, keepdim=True) @ view.x[src])
+
+
+def test_parts_are_a_random_partition_with_the_edges_inside(training):
+    run = run_of(training, "--parts", "3")
+    run.data.node = torch.arange(34)
+    drawn = [list(run.parts()), list(run.parts())]
+    first, second = ([part.node.tolist() for part, _ in parts] for parts in drawn)
+    assert first != second  # drawn anew
+    for parts, nodes in zip(drawn, (first, second), strict=True):
+        assert sorted(itertools.chain(*nodes)) == list(range(34))
+        for part, graph in parts:
+            inside = torch.isin(run.graph.edge_index, part.node).all(0)
+            ours = part.node[graph.edge_index].T.tolist()
+            assert sorted(ours) == sorted(run.graph.edge_index[:, inside].T.tolist())
+            assert torch.equal(part.y, run.data.y[part.node])
+
+
+def test_evaluation_of_every_nth_epoch_and_the_last(training, tmp_path, capsys):
+    script = importlib.import_module("node_classification")
+    arguments = [*TINY, "--epochs", "11", "--evaluate-every", "4", "--out", str(tmp_path)]
+    result = script.main([*arguments, "--log-every", "1"])
+    (history,) = json.loads((tmp_path / "result.json").read_text())["history"]
+    assert len(history) == result["epochs"] == 11
+    with_metrics = [i + 1 for i, epoch in enumerate(history) if "val" in epoch]
+    assert with_metrics == [4, 8, 11]
+    out = capsys.readouterr().out
+    printed = [line.split("Epoch: ")[1][:2] for line in out.splitlines() if "Epoch: " in line]
+    assert printed == ["04", "08", "11"]
+    best = max(epoch["val"] for epoch in history if "val" in epoch)
+    assert result["val"]["mean"] == pytest.approx(100.0 * best)
+
+
+def test_bags_of_words_are_a_sparse_matrix(training):
+    x = torch.zeros(34, 40)
+    x[torch.arange(34), torch.arange(34)] = 1.0
+    data = load("karate")
+    data.x = x
+    run = run_of(training, data=data)
+    assert run.data.x.layout == torch.sparse_csr
+    assert torch.equal(run.data.x.to_dense(), x)
+    assert math.isfinite(run.step()["loss"])
+    parts = run_of(training, "--parts", "2", data=data)  # rows of which are taken
+    assert math.isfinite(parts.step()["loss"])
+    data.x = torch.ones(34, 40)
+    assert run_of(training, data=data).data.x.layout == torch.strided

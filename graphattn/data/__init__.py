@@ -12,16 +12,26 @@ Nothing is downloaded, and neither `ogb` nor `pandas` is imported, unless `downl
 
 import re
 from pathlib import Path
+from typing import Literal, overload
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 from graphattn.data.archive import ROCAUC, assemble, read_archive
 from graphattn.data.metrics import evaluate
 from graphattn.data.networkx import from_networkx, to_networkx
-from graphattn.data.ogb import HETEROGENEOUS, OGB, find_raw, read_raw, stale_cache
+from graphattn.data.ogb import (
+    MAG,
+    OGB,
+    find_raw,
+    folder_of,
+    raw_marker,
+    read_mag,
+    read_raw,
+    stale_cache,
+)
 from graphattn.data.sources import SOURCES, prepare
 from graphattn.data.synthetic import synthetic_arxiv
 
@@ -54,10 +64,20 @@ def known() -> list[str]:
         >>> "ogbn-arxiv" in known()
         True
     """
-    return sorted({*NETWORKX, *OGB, *SOURCES, "synthetic-arxiv"})
+    return sorted({*NETWORKX, *OGB, MAG, *SOURCES, "synthetic-arxiv"})
 
 
-def load(name: str, *, root: str | Path = "datasets", download: bool = False) -> Data:
+@overload
+def load(
+    name: Literal["ogbn-mag"], *, root: str | Path = "datasets", download: bool = False
+) -> HeteroData: ...
+
+
+@overload
+def load(name: str, *, root: str | Path = "datasets", download: bool = False) -> Data: ...
+
+
+def load(name: str, *, root: str | Path = "datasets", download: bool = False) -> Data | HeteroData:
     r"""Load a graph with its features, labels, splits and metric.
 
     Where a name is looked for, in this order:
@@ -66,9 +86,11 @@ def load(name: str, *, root: str | Path = "datasets", download: bool = False) ->
        the generated `synthetic-arxiv` (169,343 nodes; `synthetic-arxiv-5000` has 5,000) need no
        file.
     2. `root/NAME.npz`, an archive as `datasets/README.md` describes it.
-    3. For ogbn-arxiv, ogbn-products and ogbn-proteins: the csv.gz files in OGB's own layout, such
-       as `root/ogbn_arxiv/raw/edge.csv.gz` and `root/ogbn_arxiv/split/time/train.csv.gz`.
-    4. With `download=True`: the set's public address, once; the result is kept as `root/NAME.npz`.
+    3. For ogbn-arxiv, ogbn-products, ogbn-proteins and ogbn-mag: the csv.gz files in OGB's own
+       layout, such as `root/ogbn_arxiv/raw/edge.csv.gz` and
+       `root/ogbn_arxiv/split/time/train.csv.gz`.
+    4. With `download=True`: the set's public address, once; the result is kept as `root/NAME.npz`
+       (ogbn-mag: as it came).
 
     Nothing asks on standard input, and nothing is downloaded without `download=True`. OGB's cache
     of pickled objects (`processed/`), which torch >= 2.6 refuses to load, is never used.
@@ -96,6 +118,9 @@ def load(name: str, *, root: str | Path = "datasets", download: bool = False) ->
 
         `florentine` and `les-miserables` have no labels: no `y`, masks, metric or `num_classes`.
 
+        ogbn-mag is a `HeteroData`: `x`, `y`, `node_year` and the masks belong to the node type
+        `"paper"`, the three other types have `num_nodes`, the four relations `edge_index`.
+
     Raises:
         ValueError: If the name is unknown, or a file is damaged or contradicts itself.
         FileNotFoundError: If the set is known but not in `root`, with the paths looked at.
@@ -116,29 +141,29 @@ def load(name: str, *, root: str | Path = "datasets", download: bool = False) ->
     sized = re.fullmatch(r"synthetic-arxiv-([0-9]+)", name)
     if sized is not None:
         return synthetic_arxiv(num_nodes=int(sized[1]))
-    if name in HETEROGENEOUS:
+    if name == "ogbn-papers100M":
         raise ValueError(
-            f"load: {name!r} is not supported: {HETEROGENEOUS[name]}. Use "
-            "torch_geometric.datasets.OGB_MAG or ogb's own loader."
+            f"load: {name!r} is not supported: with 111 million nodes it does not fit in one Data. "
+            "Use ogb's own loader."
         )
     is_plain = re.fullmatch(r"\w[\w.+-]*", name) is not None  # no path, so nothing outside root
     archive = folder / f"{name}.npz"
     if is_plain and archive.is_file():
         return read_archive(archive)
-    if name not in OGB and name not in SOURCES:
+    if name not in (*OGB, MAG, *SOURCES):
         found = sorted(path.stem for path in folder.glob("*.npz"))
         raise ValueError(
             f"load: unknown data set {name!r}. Known: {', '.join(known())}. Archives in {folder}: "
             f"{', '.join(found) if found else 'none'}."
         )
     looked_at = [str(archive)]
-    if name in OGB:
-        raw = find_raw(name, folder)
-        if raw is not None:
-            return read_raw(name, folder)
-        looked_at.append(str(folder / name.replace("-", "_") / "raw" / "edge.csv.gz"))
+    if name in (*OGB, MAG):
+        if find_raw(name, folder) is not None:
+            return read_raw(name, folder) if name in OGB else read_mag(folder)
+        looked_at.append(str(folder_of(name, folder) / raw_marker(name)))
     if download:
-        return read_archive(prepare(name, folder))
+        path = prepare(name, folder)
+        return read_archive(path) if name != MAG else read_mag(folder)
     raise FileNotFoundError(
         f"load: {name!r} is not here: looked for "
         f"{' and '.join(looked_at)}.{stale_cache(name, folder)} Pass download=True, or run: python "

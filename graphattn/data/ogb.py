@@ -18,8 +18,10 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import DTypeLike
-from torch_geometric.data import Data
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
 
 from graphattn.data.archive import SPLITS, Array, assemble
 from graphattn.data.download import checksum, fetch
@@ -42,10 +44,8 @@ OGB = {
     "ogbn-products": OgbSet("accuracy", 47, "sales_ranking", True, True),
     "ogbn-proteins": OgbSet("rocauc", 2, "species", True, False, ("node_species",)),
 }
-HETEROGENEOUS = {
-    "ogbn-mag": "it is heterogeneous, with four types of nodes",
-    "ogbn-papers100M": "with 111 million nodes it does not fit in one Data",
-}
+MAG = "ogbn-mag"
+MAG_CLASSES = 349
 # SHA-256 of the official files, by their path in the set's folder.
 CHECKSUMS = {
     "ogbn-arxiv": {
@@ -83,16 +83,21 @@ def folder_of(name: str, root: Path) -> Path:
     return root / name.replace("-", "_")
 
 
+def raw_marker(name: str) -> str:
+    """Return the file by which OGB's csv.gz layout is known, in the set's folder."""
+    return "raw/triplet-type-list.csv.gz" if name == MAG else "raw/edge.csv.gz"
+
+
 def find_raw(name: str, root: Path) -> Path | None:
     """Return the set's folder if its edges are there in OGB's csv.gz layout, else None."""
     folder = folder_of(name, root)
-    return folder if (folder / "raw" / "edge.csv.gz").is_file() else None
+    return folder if (folder / raw_marker(name)).is_file() else None
 
 
 def stale_cache(name: str, root: Path) -> str:
     """Return a sentence about ogb's pickled cache if it is all there is, else nothing."""
     cache = folder_of(name, root) / "processed"
-    if name in OGB and cache.is_dir() and any(cache.iterdir()):
+    if (name in OGB or name == MAG) and cache.is_dir() and any(cache.iterdir()):
         return (
             f" {cache} holds ogb's cache of pickled objects, which torch >= 2.6 refuses to load "
             "and which is not read: the csv.gz files are needed."
@@ -146,12 +151,7 @@ def read_raw(name: str, root: Path) -> Data:
         raw / f"{stem}.csv.gz" for stem in ("edge", "num-node-list", "num-edge-list", "node-label")
     ]
     needed += [split / f"{stem}.csv.gz" for stem in ("train", "valid", "test")]
-    missing = [str(path) for path in needed if not path.is_file()]
-    if missing:
-        raise FileNotFoundError(
-            f"load: {name!r} in {folder} is incomplete, it lacks {', '.join(missing)}. Add the "
-            f"files, or move the folder away and run: python datasets/prepare.py {name}"
-        )
+    _check_present(name, folder, needed)
     num_nodes = int(_read_csv(raw / "num-node-list.csv.gz", np.int64)[0, 0])
     num_edges = int(_read_csv(raw / "num-edge-list.csv.gz", np.int64)[0, 0])
     edge_index = _read_csv(raw / "edge.csv.gz", np.int64, columns=2).T
@@ -193,14 +193,101 @@ def read_raw(name: str, root: Path) -> Data:
     )
 
 
-def download_ogb(name: str, root: Path) -> Data:
+def read_mag(root: Path) -> HeteroData:
+    """Read ogbn-mag from OGB's csv.gz files, as :func:`read_raw` reads the other sets.
+
+    Args:
+        root: The folder that holds the set's folder.
+
+    Returns:
+        What `load` returns for ogbn-mag.
+
+    Raises:
+        FileNotFoundError: If a needed file is missing.
+        ValueError: If a file is damaged, or an index is not one of a node.
+    """
+    folder = folder_of(MAG, root)
+    raw, split = folder / "raw", folder / "split" / "time" / "paper"
+    feature, label = (
+        raw / "node-feat/paper/node-feat.csv.gz",
+        raw / "node-label/paper/node-label.csv.gz",
+    )
+    numbers, kinds = raw / "num-node-dict.csv.gz", raw / raw_marker(MAG).removeprefix("raw/")
+    splits = {
+        key: split / f"{stem}.csv.gz"
+        for key, stem in zip(SPLITS, ("train", "valid", "test"), strict=True)
+    }
+    _check_present(MAG, folder, [feature, label, numbers, kinds, *splits.values()])
+    relations = [tuple(row) for row in _read_words(kinds)]
+    edges = {
+        relation: raw / "relations" / "___".join(relation) / "edge.csv.gz" for relation in relations
+    }
+    _check_present(MAG, folder, list(edges.values()))
+
+    data = HeteroData()
+    types, counts = _read_words(numbers)
+    for kind, count in zip(types, counts, strict=True):
+        data[kind].num_nodes = int(count)
+    paper, num_papers = data["paper"], data["paper"].num_nodes
+    paper.x = torch.from_numpy(_read_csv(feature, np.float32))
+    paper.y = torch.from_numpy(_read_csv(label, np.int64, columns=1)[:, 0])
+    year = _read_optional(feature.with_name("node_year.csv.gz"), np.int64)
+    if year is not None:
+        paper.node_year = torch.from_numpy(year[:, 0])
+    for what, rows in (("x", paper.x), ("y", paper.y)):
+        if rows.size(0) != num_papers:
+            raise ValueError(
+                f"load: {folder}: {what} must have one row per paper, {num_papers}, got "
+                f"{rows.size(0)}."
+            )
+    for key, path in splits.items():
+        mask = torch.zeros(num_papers, dtype=torch.bool)
+        mask[_indices(path, num_papers)] = True
+        paper[f"{key}_mask"] = mask
+    for relation, path in edges.items():
+        src, _, dst = relation
+        sizes = (data[src].num_nodes, data[dst].num_nodes)
+        data[relation].edge_index = _indices(path, *sizes)
+    data.name, data.metric, data.num_classes = MAG, "accuracy", MAG_CLASSES
+    return data
+
+
+def _indices(path: Path, *sizes: int) -> Tensor:
+    """Read columns of node indices, each below its size: int64 `[columns, rows]`, or `[rows]`."""
+    columns = torch.from_numpy(_read_csv(path, np.int64, columns=len(sizes)).T.copy())
+    for column, size in zip(columns, sizes, strict=True):
+        if column.numel() > 0 and (column.min() < 0 or column.max() >= size):
+            raise ValueError(
+                f"load: {path} must hold nodes 0..{size - 1}, got {column.min()}..{column.max()}."
+            )
+    return columns[0] if len(sizes) == 1 else columns
+
+
+def _read_words(path: Path) -> list[list[str]]:
+    try:
+        with gzip.open(path, "rt", encoding="ascii", newline="") as file:
+            return list(csv.reader(file))
+    except (ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"load: {path} is damaged ({error}). Get it again.") from error
+
+
+def _check_present(name: str, folder: Path, needed: list[Path]) -> None:
+    missing = [str(path) for path in needed if not path.is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"load: {name!r} in {folder} is incomplete, it lacks {', '.join(missing)}. Add the "
+            f"files, or move the folder away and run: python datasets/prepare.py {name}"
+        )
+
+
+def download_ogb(name: str, root: Path) -> Data | HeteroData:
     """Download a set from OGB's public address, check it, and read it with the `ogb` package.
 
     OGB's own files stay in the set's folder. `ogb` asks no question, does not look for updates, and
     leaves no cache.
 
     Args:
-        name: A set in `OGB`.
+        name: A set in `OGB`, or `MAG`.
         root: The folder to put the set's folder in.
 
     Returns:
@@ -215,7 +302,7 @@ def download_ogb(name: str, root: Path) -> Data:
     folder = folder_of(name, root)
     if folder.exists():
         raise FileExistsError(
-            f"download: {folder} exists but has no raw/edge.csv.gz. Move it away and try again."
+            f"download: {folder} exists but has no {raw_marker(name)}. Move it away and try again."
         )
     entry = _master_table()[name]
     archive = fetch(entry["url"], root / "downloads" / entry["url"].rpartition("/")[2])
@@ -225,11 +312,12 @@ def download_ogb(name: str, root: Path) -> Data:
                 file.extractall(temporary)
             official = folder_of(name, Path(temporary))
             unpacked = Path(temporary) / entry["download_name"]
-            if not (unpacked / "raw" / "edge.csv.gz").is_file():
-                raise ValueError(f"it has no {entry['download_name']}/raw/edge.csv.gz")
+            if not (unpacked / raw_marker(name)).is_file():
+                raise ValueError(f"it has no {entry['download_name']}/{raw_marker(name)}")
             os.replace(unpacked, official)
             verify(name, Path(temporary))
-            data = read_with_ogb(name, Path(temporary))
+            unread = Path(temporary)
+            data = read_mag(unread) if name == MAG else read_with_ogb(name, unread)
         except (ValueError, zipfile.BadZipFile, zlib.error, EOFError) as error:
             archive.unlink()
             raise ValueError(

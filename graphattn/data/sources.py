@@ -18,7 +18,7 @@ from graphattn.data.archive import (
     write_archive,
 )
 from graphattn.data.download import fetch
-from graphattn.data.ogb import OGB, download_ogb, find_raw, read_raw, verify
+from graphattn.data.ogb import MAG, OGB, download_ogb, find_raw, folder_of, read_raw, verify
 
 HETEROPHILOUS = "https://github.com/yandex-research/heterophilous-graphs/raw/main/data"
 GNN_BENCHMARK = "https://github.com/shchur/gnn-benchmark/raw/master/data/npz"
@@ -38,18 +38,24 @@ class Source:
 def prepare(name: str, root: Path) -> Path:
     """Make sure that `root/NAME.npz` is there and whole: fetch, check and convert what is missing.
 
+    ogbn-mag, which no archive can hold, is only fetched and stays in OGB's folder.
+
     Args:
-        name: A set in `OGB` or `SOURCES`.
+        name: A set in `OGB` or `SOURCES`, or `MAG`.
         root: The folder; made if it does not exist.
 
     Returns:
-        The path of the archive.
+        The path of the archive, or of ogbn-mag's folder.
 
     Raises:
         ValueError: If the name is unknown, or a file is damaged or not the official one.
         ConnectionError: If a download fails.
         ImportError: If a set of OGB has to be downloaded and `ogb` is not installed.
     """
+    if name == MAG:
+        if find_raw(name, root) is None:
+            download_ogb(name, root)
+        return folder_of(name, root)
     archive = root / f"{name}.npz"
     if archive.is_file():
         read_archive(archive)

@@ -1,0 +1,194 @@
+"""When attention pays: against the mean of neighbours and an MLP of equal size.
+
+Three models classify the nodes of five graphs. They differ only in what a layer adds to a linear
+map of the node itself: *attention*, the neighbours' values weighted by queries and keys; the *mean*
+of the neighbours (PyTorch Geometric's GraphSAGE), which spends the parameters of queries and keys
+on a greater width; nothing, an *MLP*, which does not know the edges. Each is just wide
+enough to have at least as many parameters as attention, and has as many layers as do best on
+validation nodes.
+
+Homophily is the share of a node's neighbours that have its label, as the mean over nodes. Where it
+is high, neighbours vote and a mean is enough. Where it is low, what counts is which neighbours to
+listen to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from bisect import bisect_left
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch_geometric.data import Data
+from torch_geometric.nn import MLP, GraphSAGE
+from torch_geometric.utils import homophily
+from tqdm import tqdm
+
+import training
+from graphattn import Graph, keep_pages
+from graphattn.experiment import Report, figure, integer, option_parser
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SETS = ("cora", "amazon-photo", "tolokers", "minesweeper", "squirrel-filtered")
+LAYERS = (2, 4)
+ATTENTION, MEAN, ALONE = "attention", "mean", "MLP"
+
+
+class Baseline(nn.Module):
+    """A model of PyTorch Geometric, called as the training loop calls a GraphTransformer."""
+
+    def __init__(self, model: nn.Module, dropout: float) -> None:
+        super().__init__()
+        self.model, self.dropout = model, dropout
+
+    def forward(self, x: Tensor, graph: Graph, **unused: Tensor | None) -> Tensor:
+        x = F.dropout(x.to_dense(), self.dropout, self.training)
+        edges = (graph.edge_index,) if isinstance(self.model, GraphSAGE) else ()
+        return self.model(x, *edges)
+
+
+def mean_model(data: Data, args: argparse.Namespace, width: int) -> nn.Module:
+    sizes = (data.x.size(1), width, args.layers, outputs(data))
+    return Baseline(GraphSAGE(*sizes, dropout=args.dropout, norm="layer_norm"), args.dropout)
+
+
+def mlp_model(data: Data, args: argparse.Namespace, width: int) -> nn.Module:
+    sizes = [data.x.size(1), *[width] * (args.layers - 1), outputs(data)]
+    return Baseline(MLP(sizes, dropout=args.dropout, norm="layer_norm"), args.dropout)
+
+
+def outputs(data: Data) -> int:
+    return data.y.size(1) if data.y.is_floating_point() else data.num_classes
+
+
+def of_equal_size(
+    make: Callable[[Data, argparse.Namespace, int], nn.Module],
+) -> training.MakeModel:
+    """The narrowest of these models that has at least as many parameters as attention."""
+
+    def make_model(data: Data, args: argparse.Namespace) -> nn.Module:
+        with torch.device("meta"):
+            wanted = size(training.make_model(data, args))
+            width = bisect_left(
+                range(8 * args.hidden),
+                wanted,
+                lo=1,
+                key=lambda width: size(make(data, args, width)),
+            )
+        return make(data, args, width)
+
+    return make_model
+
+
+def size(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+MODELS: dict[str, training.MakeModel] = {
+    ATTENTION: training.make_model,
+    MEAN: of_equal_size(mean_model),
+    ALONE: of_equal_size(mlp_model),
+}
+
+
+def best_run(
+    data: Data, graph: Graph, args: argparse.Namespace, split: int, make_model: training.MakeModel
+) -> dict[str, float]:
+    """The metrics of one training at its best epoch."""
+    run = training.Run(data, graph, args, split, make_model)
+    while not run.is_over():
+        run.step()
+    return training.best_epoch(run.history)
+
+
+def study(name: str, options: argparse.Namespace, bar: tqdm[None]) -> dict[str, Any]:
+    """A row of the table: test metrics of the three models, each with its best depth."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dataset")
+    training.add_options(parser)
+    given = ["--dataset", name, "--root", str(options.root), "--seed", str(options.seed)]
+    given += ["--download"] if options.download else []
+    given += ["--epochs", "4"] if options.quick else []
+    args = training.parse(parser, given, lambda _: "attention-study")
+    data, graph = training.prepare(training.load_or_exit(parser, args), args)
+    row: dict[str, Any] = {"set": name, "metric": data.metric}
+    row["homophily"] = homophily(graph.edge_index, data.y.long(), method="node")
+    for model, make_model in MODELS.items():
+        tried = {}
+        for args.layers in LAYERS:
+            tried[args.layers] = []
+            for split in range(options.runs):
+                tried[args.layers].append(best_run(data, graph, args, split, make_model))
+                bar.update()
+        args.layers = max(tried, key=lambda layers: mean(tried[layers], "val"))
+        tests = [100 * run["test"] for run in tried[args.layers]]
+        std = f" ± {statistics.stdev(tests):.1f}" if len(tests) > 1 else ""
+        row[model] = f"{statistics.fmean(tests):.1f}{std}"
+        row[f"{model}, layers"] = args.layers
+        row[f"{model}, parameters"] = size(make_model(data, args))
+    return row
+
+
+def mean(runs: list[dict[str, float]], split: str) -> float:
+    return statistics.fmean(run[split] for run in runs)
+
+
+def draw(rows: list[dict[str, Any]]) -> Figure:
+    drawing, axes = figure(width=7, height=3.6)
+    for offset, model in enumerate(MODELS):
+        values = [float(row[model].split()[0]) for row in rows]
+        places = [place + 0.27 * (offset - 1) for place in range(len(rows))]
+        bars = axes.bar(places, values, 0.25, label=model)
+        axes.bar_label(bars, fmt="%.0f", fontsize=8)
+    axes.set_xticks(range(len(rows)), [row["set"] for row in rows], fontsize=8)
+    axes.set(ylabel="test metric (%)", ylim=(0, 112))
+    axes.legend(ncols=3, loc="upper center")
+    return drawing
+
+
+def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
+    parser = option_parser(str(__doc__))
+    parser.add_argument("--root", type=Path, default=Path("datasets"), help="folder of the sets")
+    parser.add_argument("--download", action="store_true", help="download sets that are not there")
+    parser.add_argument("--sets", nargs="+", default=SETS, metavar="NAME", help="which sets")
+    parser.add_argument("--runs", type=integer(1), default=5, help="splits, or seeds, of each set")
+    options = parser.parse_args(argv)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    report = Report(__file__, str(__doc__), options)
+    total = len(options.sets) * len(MODELS) * len(LAYERS) * options.runs
+    with tqdm(total=total, unit="training", dynamic_ncols=True, disable=None) as bar:
+        rows = [study(name, options, bar) for name in options.sets]
+    report.table(
+        "Test metric of each model, in percent",
+        [{name: row[name] for name in ("set", "metric", "homophily", *MODELS)} for row in rows],
+    )
+    report.table(
+        "Layers and parameters",
+        [
+            {
+                "set": row["set"],
+                **{
+                    f"{m}, {what}": row[f"{m}, {what}"]
+                    for m in MODELS
+                    for what in ("layers", "parameters")
+                },
+            }
+            for row in rows
+        ],
+    )
+    report.picture(draw(rows), "Test metric of attention, of means and of an MLP of equal size.")
+    report.write()
+    return rows
+
+
+if __name__ == "__main__":
+    keep_pages()  # of tensors that are freed: on a CPU, twice as fast
+    main()

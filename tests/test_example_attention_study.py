@@ -1,0 +1,70 @@
+"""The study of attention, means and an MLP: models of equal size, that see what they should."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch_geometric.data import Data
+
+from graphattn import Graph
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SETS = ["synthetic-arxiv-200", "synthetic-arxiv-300"]
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module("attention_study")
+
+
+def test_report(script, tmp_path, capsys):
+    arguments = ["--quick", "--threads", "1", "--runs", "2", "--sets", *SETS]
+    rows = script.main([*arguments, "--out", str(tmp_path)])
+    assert [row["set"] for row in rows] == SETS
+    assert all(0.0 < row["homophily"] < 1.0 for row in rows)
+    page = (tmp_path / "attention_study.md").read_text()
+    assert page.startswith("# When attention pays: against the mean of neighbours and an MLP")
+    assert (tmp_path / "attention_study-1.png").read_bytes().startswith(b"\x89PNG")
+    tables = json.loads((tmp_path / "attention_study.json").read_text())["tables"]
+    metrics, sizes = tables.values()
+    assert [row["attention"] for row in metrics] == [row["attention"] for row in rows]
+    for row in sizes:
+        assert row["attention, layers"] in script.LAYERS
+    assert "Written: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("layers", [2, 4])
+def test_models_are_of_equal_size(script, layers):
+    args = options(script, layers)
+    data = Data(x=torch.randn(6, 50), y=torch.arange(6), num_classes=6)
+    sizes = {}
+    for name, make_model in script.MODELS.items():
+        model = make_model(data, args)
+        sizes[name] = script.size(model)
+        assert not any(parameter.is_meta for parameter in model.parameters())
+    wanted = sizes[script.ATTENTION]
+    for name in (script.MEAN, script.ALONE):
+        assert wanted <= sizes[name] <= 1.06 * wanted
+
+
+def test_only_the_mlp_is_blind_to_edges(script):
+    args = options(script, 2)
+    data = Data(x=torch.randn(6, 50), y=torch.arange(6), num_classes=6)
+    one, other = (Graph(torch.tensor(edges), 6) for edges in ([[0], [1]], [[2], [1]]))
+    for name, make_model in script.MODELS.items():
+        model = make_model(data, args).eval()
+        blind = torch.equal(model(data.x, one), model(data.x, other))
+        assert blind == (name == script.ALONE)
+
+
+def options(script, layers):
+    parser = script.argparse.ArgumentParser()
+    parser.add_argument("--dataset")
+    script.training.add_options(parser)
+    given = ["--dataset", "karate", "--layers", str(layers), "--label-rate", "0"]
+    return script.training.parse(parser, given, lambda _: "attention-study")
