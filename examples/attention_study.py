@@ -160,8 +160,6 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--sets", nargs="+", default=SETS, metavar="NAME", help="which sets")
     parser.add_argument("--runs", type=integer(1), default=5, help="splits, or seeds, of each set")
     options = parser.parse_args(argv)
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
     report = Report(__file__, str(__doc__), options)
     total = len(options.sets) * len(MODELS) * len(LAYERS) * options.runs
     with tqdm(total=total, unit="training", dynamic_ncols=True, disable=None) as bar:

@@ -479,8 +479,6 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     for name, value in (QUICK if args.quick else FULL).items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
     report = Report(__file__, __doc__, args)
 
     lengths = sorted(set(args.lengths))

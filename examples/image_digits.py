@@ -296,8 +296,6 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     share = 1.0
     if args.quick:
         args.sizes, args.seeds, share = [20, 60], 2, 0.005
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
     keep_pages()  # of tensors that are freed: on a CPU, quicker
     learn, test = load()
     sizes = sorted(set(args.sizes))

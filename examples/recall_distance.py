@@ -437,8 +437,6 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         args.distances, args.steps = [4, 64], 4
         tuned_at, lengths, longest = 4, [16, 64, 256], 64
     args.distances = sorted(set(args.distances))
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
     keep_pages()  # of tensors that are freed: on a CPU, quicker
     report = Report(__file__, __doc__, args)
 

@@ -495,8 +495,6 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--window", type=integer(1), default=24, help="frames seen on each side")
     args = parser.parse_args(argv)
     vars(args).update({name: sizes[args.quick] for name, sizes in SIZES.items()})
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
     report = Report(__file__, __doc__, args)
 
     rng = np.random.default_rng(args.seed)

@@ -353,8 +353,6 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     size, width = 8000, 64
     if args.quick:
         args.seeds, args.texts, args.epochs, size, width = 2, 600, 2, 300, 16
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
     keep_pages()
     test, pool = split(load(), size, seed=0)
     if args.texts > len(pool) - size:

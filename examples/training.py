@@ -36,7 +36,7 @@ from tqdm import tqdm
 import graphattn
 from graphattn import Graph, backends
 from graphattn.data import evaluate, load
-from graphattn.experiment import figure, integer, number, warmup_cosine
+from graphattn.experiment import figure, integer, number, threads, warmup_cosine
 from graphattn.models import GraphTransformer, mask_labels
 
 # Options ##########################################################################################
@@ -62,6 +62,11 @@ def add_graph_options(parser: argparse.ArgumentParser) -> None:
     add("--edge-features", action=flag, help="use features of edges, where the set has them")
     add("--self-loops", action=flag, help="let every node attend to itself")
     add("--normalize-features", action=flag, help="scale feature rows to sum to 1")
+    add(
+        "--degree-encoding",
+        action=flag,
+        help="an embedding of the degree as input (default: without node features)",
+    )
     add(
         "--parts",
         type=integer(1),
@@ -133,7 +138,7 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=integer(0), default=0, help="seed of the first run")
     add("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
     add("--autocast", action="store_true", help="bfloat16 where autocast has it")
-    add("--threads", type=integer(1), help="CPU threads (default: torch's choice)")
+    add("--threads", type=threads, help="CPU threads (default: torch's choice)")
 
 
 def add_file_options(parser: argparse.ArgumentParser) -> None:
@@ -184,8 +189,6 @@ def parse(
         parser.error(f"--device {args.device} is not a device torch knows")
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.error(f"--device {args.device}: no CUDA device is available")
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
     return args
 
 
@@ -302,7 +305,7 @@ def make_model(data: Data, args: argparse.Namespace) -> GraphTransformer:
         jumping_knowledge=args.jumping_knowledge,
         global_layers=args.global_layers,
         label_classes=data.num_classes if args.label_rate > 0.0 else 0,
-        degree_encoding=data.x is None,
+        degree_encoding=data.x is None if args.degree_encoding is None else args.degree_encoding,
         input_projection=args.input_projection,
         edge_dim=None if data.edge_attr is None else data.edge_attr.size(1),
         root_weight=args.root_weight,
@@ -624,7 +627,10 @@ def train(
         data, graph = data.to(args.device), graph.to(args.device)
     if args.compile:
         _ = graph.edge_index, graph.src_ptr  # made now, or else by what is compiled
-    model = make_model(data, args)
+    try:
+        model = make_model(data, args)
+    except ValueError as error:  # options that exclude each other
+        raise SystemExit(f"error: {error}") from None
     parameters = sum(p.numel() for p in model.parameters())
     print(f"Model: {type(model).__name__}, {parameters:,} parameters")
 

@@ -264,8 +264,6 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     args = parser.parse_args(argv)
     args.steps = args.steps or (30 if args.quick else 1500)
     args.sentences = args.sentences or (500 if args.quick else 20_000)
-    if args.threads:
-        torch.set_num_threads(args.threads)
     keep_pages()
     report = Report(__file__, __doc__, args)
 

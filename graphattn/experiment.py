@@ -43,6 +43,7 @@ __all__ = [
     "measure",
     "number",
     "option_parser",
+    "threads",
     "train",
     "warmup_cosine",
 ]
@@ -77,6 +78,13 @@ def number(least: float, most: float = math.inf) -> Callable[[str], float]:
     return parse
 
 
+def threads(text: str) -> int:
+    """The ``type`` of an option that is the number of CPU threads: sets it, for argparse."""
+    count = integer(1)(text)
+    torch.set_num_threads(count)
+    return count
+
+
 def option_parser(doc: str) -> argparse.ArgumentParser:
     """A parser with the options that every experiment has; add your own to it.
 
@@ -89,7 +97,7 @@ def option_parser(doc: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc.strip().splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a tiny run, to see that all works")
     parser.add_argument("--seed", type=integer(0), default=0)
-    parser.add_argument("--threads", type=integer(1), help="CPU threads (default: torch's choice)")
+    parser.add_argument("--threads", type=threads, help="CPU threads (default: torch's choice)")
     parser.add_argument("--out", type=Path, default=Path("runs"), help="folder for the results")
     return parser
 

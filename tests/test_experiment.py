@@ -24,8 +24,11 @@ def test_every_experiment_has_the_same_options():
     assert parser.description == "Counts sheep."
     args = parser.parse_args([])
     assert (args.quick, args.seed, args.threads, args.out) == (False, 0, None, Path("runs"))
+    before = torch.get_num_threads()
     args = parser.parse_args(["--quick", "--seed", "3", "--threads", "1", "--out", "x"])
     assert (args.quick, args.seed, args.threads, args.out) == (True, 3, 1, Path("x"))
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(

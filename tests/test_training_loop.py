@@ -324,7 +324,9 @@ def test_results_are_kept_and_made_a_page(training, tmp_path, capsys):
         f"{result[name]['mean']:.2f} ± {result[name]['std']:.2f}" for name in ("test", "val")
     )
     inputs = "degrees, training labels"
-    assert f"| karate, no features | accuracy | **{test}** | {val} | 2 | {inputs} | - |" in page
+    row = f"| karate, no features | accuracy | **{test}** | - | {val} | 2 | {inputs} | - |"
+    assert row in page
+    assert "Below the target" not in page
     assert "\npython examples/node_classification.py --dataset karate --lr 0.1\n" in page
 
     result.update(dataset="tolokers", inputs="features", label_inputs_at_test="none")
@@ -333,6 +335,8 @@ def test_results_are_kept_and_made_a_page(training, tmp_path, capsys):
     results.main([str(path), "--docs", str(tmp_path / "docs")])
     page = (tmp_path / "docs" / "results.md").read_text()
     assert "| tolokers | ROC-AUC |" in page
+    assert "| 84.5, missed by " in page
+    assert "\n- tolokers: " in page
     assert "| features, Correct & Smooth | [GCN](https://arxiv.org/abs/2302.11640) 83.64" in page
     assert "karate, no features" in page
 
@@ -474,3 +478,14 @@ def test_bags_of_words_are_a_sparse_matrix(training):
     assert math.isfinite(parts.step()["loss"])
     data.x = torch.ones(34, 40)
     assert run_of(training, data=data).data.x.layout == torch.strided
+
+
+def test_degree_encoding_beside_features(training, tmp_path):
+    data = load("karate")
+    assert run_of(training, data=data).model.degree_embedding is not None  # without features
+    data.x = torch.ones(34, 4)
+    assert run_of(training, data=data).model.degree_embedding is None
+    assert run_of(training, "--degree-encoding", data=data).model.degree_embedding is not None
+    args = options(training, "--degree-encoding", "--no-input-projection", "--out", str(tmp_path))
+    with pytest.raises(SystemExit, match="input_projection=False needs features"):
+        training.train(data, args)
