@@ -34,7 +34,7 @@ from torch_geometric.utils import scatter, to_undirected
 from tqdm import tqdm
 
 import graphattn
-from graphattn import Graph, backends
+from graphattn import Graph, backends, graph_attention
 from graphattn.data import evaluate, load
 from graphattn.experiment import figure, integer, number, threads, warmup_cosine
 from graphattn.models import GraphTransformer, mask_labels
@@ -110,6 +110,13 @@ def add_label_options(parser: argparse.ArgumentParser) -> None:
         type=share,
         help="share of training labels shown as inputs in a step, 0 for none (default: 0 with "
         "node features, 0.625 without)",
+    )
+    add(
+        "--label-propagation",
+        type=integer(0),
+        default=0,
+        help="steps in which labels spread to nodes whose label is not shown, before they are "
+        "inputs",
     )
     add(
         "--label-reuse",
@@ -269,8 +276,10 @@ def prepare(data: Data, args: argparse.Namespace) -> tuple[Data, Graph]:
         args.input_projection = True
         inputs = "label inputs and degrees" if args.label_rate > 0.0 else "degrees"
         print(f"Inputs: no node features here; trains from {inputs} alone")
-    if args.label_reuse and args.label_rate == 0.0:
-        raise SystemExit("error: --label-reuse needs label inputs: give a --label-rate")
+    for option in ("label_propagation", "label_reuse"):
+        if getattr(args, option) and args.label_rate == 0.0:
+            name = option.replace("_", "-")
+            raise SystemExit(f"error: --{name} needs label inputs: give a --label-rate")
     if args.correct_and_smooth and multi_label:
         raise SystemExit("error: --correct-and-smooth needs one label a node")
     if args.label_rate > 0.0:
@@ -329,6 +338,28 @@ def split_of(data: Data, run: int) -> dict[str, Tensor]:
         name: mask if mask.dim() == 1 else mask[:, run % mask.size(1)]
         for name, mask in masks.items()
     }
+
+
+def propagate(known: Tensor, shown: Tensor, graph: Graph, steps: int) -> Tensor:
+    """Label propagation: nodes that are not ``shown`` take the mean of their neighbours' shares.
+
+    Attention whose scores are all equal is that mean. Source: "Learning from Labeled and Unlabeled
+    Data with Label Propagation", Zhu and Ghahramani, 2002.
+
+    Args:
+        known: ``[N, C]``, labels as shares of classes, zeros where they are not shown.
+        shown: ``[N]`` bool.
+        graph: The graph, both ways.
+        steps: How far labels spread, in edges.
+
+    Returns:
+        ``[N, C]``, ``known`` where it is shown.
+    """
+    equal, shares = known.new_zeros(known.size(0), 1, 1), known
+    for _ in range(steps):
+        mean = graph_attention(equal, equal, shares[:, None], graph)[:, 0]
+        shares = torch.where(shown[:, None], known, mean)
+    return shares
 
 
 # The loop #########################################################################################
@@ -408,16 +439,17 @@ class Run:
         self, model: torch.nn.Module, data: Data, graph: Graph, labels: Tensor | None
     ) -> Tensor:
         """Logits ``[N, C]``, after as many passes as labels and predictions are reused."""
-        edge_attr = data.edge_attr
+        inputs, edge_attr = labels, data.edge_attr
+        if labels is not None:
+            shown = labels >= 0
+            known = F.one_hot(labels.clamp(min=0), data.num_classes).float() * shown[:, None]
+            if self.args.label_propagation > 0:
+                inputs = propagate(known, shown, graph, self.args.label_propagation)
         with torch.autocast(data.y.device.type, torch.bfloat16, enabled=self.args.autocast):
-            out = model(data.x, graph, labels=labels, edge_attr=edge_attr)
-            if labels is None or self.args.label_reuse == 0:
-                return out.float()
-            shown = (labels >= 0)[:, None]
-            known = F.one_hot(labels.clamp(min=0), out.size(1)).to(out.dtype)
+            out = model(data.x, graph, labels=inputs, edge_attr=edge_attr)
             for _ in range(self.args.label_reuse):
-                soft = torch.where(shown, known, out.detach().softmax(dim=1))
-                out = model(data.x, graph, labels=soft, edge_attr=edge_attr)
+                inputs = torch.where(shown[:, None], known, out.detach().float().softmax(dim=1))
+                out = model(data.x, graph, labels=inputs, edge_attr=edge_attr)
         return out.float()
 
     def loss(self, out: Tensor, target: Tensor, nodes: Tensor) -> Tensor:

@@ -238,6 +238,24 @@ def test_label_reuse_shows_predictions_where_no_label_is_shown(training):
     assert not inputs[1].requires_grad
 
 
+def test_label_propagation_spreads_shown_labels_only(training):
+    run = run_of(training, "--label-propagation", "3")
+    train, y, graph = run.masks["train"], run.data.y, run.graph
+    shown = torch.where(train & (torch.arange(34) % 2 == 0), y, -1)
+    adjacency = torch.zeros(34, 34)
+    adjacency[graph.edge_index[1], graph.edge_index[0]] = 1.0
+    known = F.one_hot(shown.clamp(min=0), 2) * (shown >= 0)[:, None].float()
+    shares = known
+    for _ in range(3):
+        mean = adjacency @ shares / adjacency.sum(1, keepdim=True)
+        shares = torch.where((shown >= 0)[:, None], known, mean)
+    inputs = training.propagate(known, shown >= 0, graph, 3)
+    torch.testing.assert_close(inputs, shares)
+    assert (inputs.sum(1) <= 1.0 + 1e-6).all()
+    expected = run.model.eval()(None, graph, labels=shares)
+    torch.testing.assert_close(run.outputs(run.model, run.data, graph, shown), expected)
+
+
 def test_label_reuse_needs_label_inputs(training):
     with pytest.raises(SystemExit, match="--label-reuse needs label inputs"):
         run_of(training, "--label-rate", "0", "--label-reuse", "1")
