@@ -230,6 +230,15 @@ def prepare(data: Data, args: argparse.Namespace) -> tuple[Data, Graph]:
         raise SystemExit(f"error: {data.name} has no labels to learn")
     if not data.train_mask.any(dim=0).all():
         raise SystemExit(f"error: {data.name} has a split without training nodes")
+    data = data.clone()
+    graph = prepare_edges(data, args)
+    prepare_features(data, args)
+    prepare_labels(data, args)
+    return data, graph
+
+
+def prepare_edges(data: Data, args: argparse.Namespace) -> Graph:
+    """The graph, whose edges and their features take the place of those in ``data``."""
     stored, edge_index = data.edge_index.size(1), data.edge_index
     edge_attr = data.edge_attr if args.edge_features else None
     if args.edge_features and edge_attr is None:
@@ -242,52 +251,60 @@ def prepare(data: Data, args: argparse.Namespace) -> tuple[Data, Graph]:
         f"Data: {data.name}, {data.num_nodes:,} nodes, {data.num_classes} classes, "
         f"{stored:,} edges -> {graph.num_edges:,} ({kind})"
     )
-    data = data.clone()
     if edge_attr is not None and data.x is None:
         data.x = scatter(edge_attr, edge_index[1], dim_size=data.num_nodes, reduce="mean")
         print("Inputs: no node features; the mean of those of a node's edges instead")
     if args.self_loops:
         graph = graph.add_self_loops()
         if edge_attr is not None:
-            edge_attr = torch.cat(
-                [edge_attr, edge_attr.new_zeros(data.num_nodes, edge_attr.size(1))]
-            )
+            loops = edge_attr.new_zeros(data.num_nodes, edge_attr.size(1))
+            edge_attr = torch.cat([edge_attr, loops])
         print(f"Self-loops: one for each node, {graph.num_edges:,} edges in all")
     if args.directions:
         both = directions(data, graph)
         edge_attr = both if edge_attr is None else torch.cat([edge_attr, both], dim=1)
     data.edge_index, data.edge_attr = graph.edge_index, edge_attr
-    features, multi_label = data.x is not None, data.y.is_floating_point()
-    if features and args.normalize_features:
-        data = NormalizeFeatures()(data)
-    if features and args.parts == 1 and data.x.count_nonzero() < SPARSE * data.x.numel():
+    return graph
+
+
+def prepare_features(data: Data, args: argparse.Namespace) -> None:
+    """Scales ``data.x`` if asked to, and makes it sparse where that is quicker."""
+    if data.x is None:
+        args.input_projection = True
+        return
+    if args.normalize_features:
+        data.x = NormalizeFeatures()(data).x
+    if args.parts == 1 and data.x.count_nonzero() < SPARSE * data.x.numel():
         with warnings.catch_warnings():  # which call the layout new
             warnings.simplefilter("ignore", UserWarning)
             data.x = data.x.to_sparse_csr()
+
+
+def prepare_labels(data: Data, args: argparse.Namespace) -> None:
+    """Decides which labels are inputs, and checks that they can be."""
+    multi_label = data.y.is_floating_point()
     if args.label_rate is None:
-        args.label_rate = 0.0 if features or multi_label else 0.625
-    if args.label_rate > 0.0 and multi_label:
+        args.label_rate = 0.0 if data.x is not None or multi_label else 0.625
+    shown = args.label_rate > 0.0
+    if shown and multi_label:
         raise SystemExit(
             f"error: {data.name} has several labels a node, and label inputs need one: "
-            f"--label-rate "
-            "must be 0"
+            "--label-rate must be 0"
         )
-    if not features:
-        args.input_projection = True
-        inputs = "label inputs and degrees" if args.label_rate > 0.0 else "degrees"
-        print(f"Inputs: no node features here; trains from {inputs} alone")
-    for option in ("label_propagation", "label_reuse"):
-        if getattr(args, option) and args.label_rate == 0.0:
-            name = option.replace("_", "-")
-            raise SystemExit(f"error: --{name} needs label inputs: give a --label-rate")
     if args.correct_and_smooth and multi_label:
         raise SystemExit("error: --correct-and-smooth needs one label a node")
-    if args.label_rate > 0.0:
+    for option in ("label_propagation", "label_reuse"):
+        if getattr(args, option) and not shown:
+            name = option.replace("_", "-")
+            raise SystemExit(f"error: --{name} needs label inputs: give a --label-rate")
+    if data.x is None:
+        inputs = "label inputs and degrees" if shown else "degrees"
+        print(f"Inputs: no node features here; trains from {inputs} alone")
+    if shown:
         print(
             f"Label inputs: {args.label_rate:g} of the training labels shown in each step, the "
             "loss on the others; at test time all training labels and no others"
         )
-    return data, graph
 
 
 def directions(data: Data, graph: Graph) -> Tensor:

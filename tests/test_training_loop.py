@@ -507,3 +507,11 @@ def test_degree_encoding_beside_features(training, tmp_path):
     args = options(training, "--degree-encoding", "--no-input-projection", "--out", str(tmp_path))
     with pytest.raises(SystemExit, match="input_projection=False needs features"):
         training.train(data, args)
+
+
+def test_normalised_features_sum_to_one(training):
+    data = load("karate")
+    data.x = 9.0 * torch.rand(34, 6) + torch.eye(34, 6)
+    found = run_of(training, "--normalize-features", data=data).data.x
+    torch.testing.assert_close(found.sum(1), torch.ones(34))
+    assert torch.equal(run_of(training, data=data).data.x, data.x)
