@@ -3,6 +3,8 @@
     python examples/ogbn_arxiv.py --download          # ten seeds, as on OGB's leaderboard
     python examples/ogbn_arxiv.py --demo              # a first result within three minutes
     python examples/ogbn_arxiv.py --dataset synthetic-arxiv --runs 1 --epochs 20
+    # where the set comes without node features:
+    python examples/ogbn_arxiv.py --config examples/configs/ogbn-arxiv-no-features.toml
 
 The model is UniMP (https://arxiv.org/abs/2009.03509): three layers of attention over citations,
 made undirected, with gated skip connections. Where the set comes without its node features, labels
