@@ -55,17 +55,13 @@ class Baseline(nn.Module):
 
 
 def mean_model(data: Data, args: argparse.Namespace, width: int) -> nn.Module:
-    sizes = (data.x.size(1), width, args.layers, outputs(data))
+    sizes = (data.x.size(1), width, args.layers, training.num_outputs(data))
     return Baseline(GraphSAGE(*sizes, dropout=args.dropout, norm="layer_norm"), args.dropout)
 
 
 def mlp_model(data: Data, args: argparse.Namespace, width: int) -> nn.Module:
-    sizes = [data.x.size(1), *[width] * (args.layers - 1), outputs(data)]
+    sizes = [data.x.size(1), *[width] * (args.layers - 1), training.num_outputs(data)]
     return Baseline(MLP(sizes, dropout=args.dropout, norm="layer_norm"), args.dropout)
-
-
-def outputs(data: Data) -> int:
-    return data.y.size(1) if data.y.is_floating_point() else data.num_classes
 
 
 def of_equal_size(
@@ -75,20 +71,16 @@ def of_equal_size(
 
     def make_model(data: Data, args: argparse.Namespace) -> nn.Module:
         with torch.device("meta"):
-            wanted = size(training.make_model(data, args))
+            wanted = training.num_parameters(training.make_model(data, args))
             width = bisect_left(
                 range(8 * args.hidden),
                 wanted,
                 lo=1,
-                key=lambda width: size(make(data, args, width)),
+                key=lambda width: training.num_parameters(make(data, args, width)),
             )
         return make(data, args, width)
 
     return make_model
-
-
-def size(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 MODELS: dict[str, training.MakeModel] = {
@@ -132,7 +124,7 @@ def study(name: str, options: argparse.Namespace, bar: tqdm[None]) -> dict[str, 
         std = f" ± {statistics.stdev(tests):.1f}" if len(tests) > 1 else ""
         row[model] = f"{statistics.fmean(tests):.1f}{std}"
         row[f"{model}, layers"] = args.layers
-        row[f"{model}, parameters"] = size(make_model(data, args))
+        row[f"{model}, parameters"] = training.num_parameters(make_model(data, args))
     return row
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch_geometric.data import Data, HeteroData
@@ -22,10 +21,17 @@ from torch_geometric.nn import HeteroConv, HeteroDictLinear
 from torch_geometric.transforms import ToUndirected
 from torch_geometric.typing import EdgeType
 
-from graphattn import Graph, backends, graph_attention, keep_pages
+from graphattn import Graph, backends, keep_pages
 from graphattn.experiment import integer, number
 from graphattn.nn import GraphAttentionConv
-from training import add_file_options, add_training_options, load_or_exit, parse, train
+from training import (
+    add_file_options,
+    add_training_options,
+    load_or_exit,
+    neighbour_mean,
+    parse,
+    train,
+)
 
 TARGET = "paper"
 
@@ -128,9 +134,7 @@ def spread_features(data: HeteroData, graphs: Relations) -> dict[str, Tensor]:
         if found is None:
             raise SystemExit(f"error: {data.name} has nodes that no relation joins to papers")
         src, _, dst = found
-        query, key = torch.zeros(data[dst].num_nodes, 1, 1), torch.zeros(data[src].num_nodes, 1, 1)
-        # Where no key matters more than another, attention is the mean.
-        x[dst] = graph_attention(query, key, x[src][:, None], graphs[found])[:, 0]
+        x[dst] = neighbour_mean(x[src], graphs[found])
     return {kind: x[kind] for kind in data.node_types}
 
 
@@ -146,7 +150,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     )
     # What the loop asks for and this model has not: one graph, and labels as inputs.
     parser.set_defaults(dataset="ogbn-mag", parts=1, compile=False, directed=False)
-    parser.set_defaults(directions=False, label_rate=0.0, label_reuse=0, correct_and_smooth=False)
+    parser.set_defaults(directions=False, label_rate=0.0, label_propagation=0, label_reuse=0)
+    parser.set_defaults(correct_and_smooth=False)
     add, share = parser.add_argument_group("model").add_argument, number(0, 1)
     add("--hidden", type=integer(1), default=256, help="width of the layers")
     add("--layers", type=integer(1), default=2, help="number of layers")

@@ -314,15 +314,23 @@ def directions(data: Data, graph: Graph) -> Tensor:
     return torch.stack([torch.isin(there, stored), torch.isin(back, stored)], dim=1).float()
 
 
+def num_outputs(data: Data) -> int:
+    """One for each class, or for each of several labels a node."""
+    return data.y.size(1) if data.y.is_floating_point() else data.num_classes
+
+
+def num_parameters(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 MakeModel = Callable[[Data, argparse.Namespace], torch.nn.Module]
 
 
 def make_model(data: Data, args: argparse.Namespace) -> GraphTransformer:
-    multi_label = data.y.is_floating_point()
     return GraphTransformer(
         0 if data.x is None else data.x.size(1),
         args.hidden,
-        data.y.size(1) if multi_label else data.num_classes,
+        num_outputs(data),
         args.layers,
         args.heads,
         feedforward=args.feedforward,
@@ -357,11 +365,25 @@ def split_of(data: Data, run: int) -> dict[str, Tensor]:
     }
 
 
+def neighbour_mean(x: Tensor, graph: Graph) -> Tensor:
+    """The mean of the neighbours' rows: attention whose scores are all equal.
+
+    Args:
+        x: ``[num_src, C]``.
+        graph: Who has which neighbours.
+
+    Returns:
+        ``[num_dst, C]``, zeros for nodes without neighbours.
+    """
+    query, key = (x.new_zeros(size, 1, 1) for size in (graph.num_dst, graph.num_src))
+    return graph_attention(query, key, x[:, None], graph)[:, 0]
+
+
 def propagate(known: Tensor, shown: Tensor, graph: Graph, steps: int) -> Tensor:
     """Label propagation: nodes that are not ``shown`` take the mean of their neighbours' shares.
 
-    Attention whose scores are all equal is that mean. Source: "Learning from Labeled and Unlabeled
-    Data with Label Propagation", Zhu and Ghahramani, 2002.
+    Source: "Learning from Labeled and Unlabeled Data with Label Propagation", Zhu and Ghahramani,
+    2002.
 
     Args:
         known: ``[N, C]``, labels as shares of classes, zeros where they are not shown.
@@ -372,10 +394,9 @@ def propagate(known: Tensor, shown: Tensor, graph: Graph, steps: int) -> Tensor:
     Returns:
         ``[N, C]``, ``known`` where it is shown.
     """
-    equal, shares = known.new_zeros(known.size(0), 1, 1), known
+    shares = known
     for _ in range(steps):
-        mean = graph_attention(equal, equal, shares[:, None], graph)[:, 0]
-        shares = torch.where(shown[:, None], known, mean)
+        shares = torch.where(shown[:, None], known, neighbour_mean(shares, graph))
     return shares
 
 
@@ -457,14 +478,14 @@ class Run:
     ) -> Tensor:
         """Logits ``[N, C]``, after as many passes as labels and predictions are reused."""
         inputs, edge_attr = labels, data.edge_attr
-        if labels is not None:
+        steps, passes = self.args.label_propagation, self.args.label_reuse
+        if labels is not None and (steps or passes):
             shown = labels >= 0
             known = F.one_hot(labels.clamp(min=0), data.num_classes).float() * shown[:, None]
-            if self.args.label_propagation > 0:
-                inputs = propagate(known, shown, graph, self.args.label_propagation)
+            inputs = propagate(known, shown, graph, steps) if steps else labels
         with torch.autocast(data.y.device.type, torch.bfloat16, enabled=self.args.autocast):
             out = model(data.x, graph, labels=inputs, edge_attr=edge_attr)
-            for _ in range(self.args.label_reuse):
+            for _ in range(passes):
                 inputs = torch.where(shown[:, None], known, out.detach().float().softmax(dim=1))
                 out = model(data.x, graph, labels=inputs, edge_attr=edge_attr)
         return out.float()
@@ -680,7 +701,7 @@ def train(
         model = make_model(data, args)
     except ValueError as error:  # options that exclude each other
         raise SystemExit(f"error: {error}") from None
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = num_parameters(model)
     print(f"Model: {type(model).__name__}, {parameters:,} parameters")
 
     try:

@@ -97,7 +97,7 @@ def find_raw(name: str, root: Path) -> Path | None:
 def stale_cache(name: str, root: Path) -> str:
     """Return a sentence about ogb's pickled cache if it is all there is, else nothing."""
     cache = folder_of(name, root) / "processed"
-    if (name in OGB or name == MAG) and cache.is_dir() and any(cache.iterdir()):
+    if name in (*OGB, MAG) and cache.is_dir() and any(cache.iterdir()):
         return (
             f" {cache} holds ogb's cache of pickled objects, which torch >= 2.6 refuses to load "
             "and which is not read: the csv.gz files are needed."
@@ -212,7 +212,7 @@ def read_mag(root: Path) -> HeteroData:
         raw / "node-feat/paper/node-feat.csv.gz",
         raw / "node-label/paper/node-label.csv.gz",
     )
-    numbers, kinds = raw / "num-node-dict.csv.gz", raw / raw_marker(MAG).removeprefix("raw/")
+    numbers, kinds = raw / "num-node-dict.csv.gz", folder / raw_marker(MAG)
     splits = {
         key: split / f"{stem}.csv.gz"
         for key, stem in zip(SPLITS, ("train", "valid", "test"), strict=True)
