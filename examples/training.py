@@ -80,11 +80,13 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add, flag = parser.add_argument_group("model").add_argument, argparse.BooleanOptionalAction
     share = number(0, 1)
     add("--hidden", type=integer(1), default=128, help="width of the layers")
-    add("--layers", type=integer(1), default=3, help="number of layers")
+    add("--layers", type=integer(0), default=3, help="number of layers")
     add("--heads", type=integer(1), default=4, help="attention heads")
     add("--feedforward", type=integer(1), help="Transformer blocks of this width")
     add("--gated", action=flag, help="gated layers, as in Polynormer")
     add("--global-layers", type=integer(0), default=0, help="layers in which each node sees all")
+    add("--diffusion-steps", type=integer(0), default=0, help="how far the last layer spreads")
+    add("--teleport", type=share, default=0.1, help="back to a node's own features, in each step")
     add("--jumping-knowledge", choices=("cat", "max", "sum"), help="let the head read all layers")
     add("--head", choices=("linear", "attention"), default="linear", help="what makes the output")
     add("--input-projection", action=flag, default=True, help="project features first")
@@ -338,6 +340,8 @@ def make_model(data: Data, args: argparse.Namespace) -> GraphTransformer:
         head=args.head,
         jumping_knowledge=args.jumping_knowledge,
         global_layers=args.global_layers,
+        diffusion_steps=args.diffusion_steps,
+        teleport=args.teleport,
         label_classes=data.num_classes if args.label_rate > 0.0 else 0,
         degree_encoding=data.x is None if args.degree_encoding is None else args.degree_encoding,
         input_projection=args.input_projection,

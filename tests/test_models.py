@@ -106,6 +106,34 @@ def test_jumping_knowledge_reads_all_layers(kind, jump):
     torch.testing.assert_close(model.head(joined), out)
 
 
+def test_diffusion_spreads_what_the_layers_made_to_the_head():
+    model = GraphTransformer(8, 16, 3, 2, 4, diffusion_steps=3, teleport=0.2).eval()
+    outputs = outputs_of_layers(model)
+    out = model(X, EDGES)
+    assert (model.diffusion.steps, model.diffusion.teleport, model.diffusion.heads) == (3, 0.2, 4)
+    torch.testing.assert_close(model.head(model.diffusion(outputs[-1], EDGES)), out)
+    without = GraphTransformer(8, 16, 3, 2, 4)
+    assert without.diffusion is None
+
+
+def test_no_layers_but_diffusion_is_agnn():
+    model = GraphTransformer(8, 16, 3, 0, 4, diffusion_steps=2)
+    assert [name for name, _ in model.named_parameters()] == [
+        *("lin_in.weight", "lin_in.bias", "diffusion.beta", "head.weight", "head.bias")
+    ]
+    out = model.eval()(X, EDGES)
+    torch.testing.assert_close(model.head(model.diffusion(model.lin_in(X).relu(), EDGES)), out)
+    every_parameter_has_a_gradient(model, out)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, {"global_layers": 1}])
+def test_diffusion_after_layers_of_every_kind(kind):
+    model = GraphTransformer(
+        8, 16, 3, 2, 4, diffusion_steps=2, dropout=0.1, attention_dropout=0.1, **kind
+    )
+    every_parameter_has_a_gradient(model, model(X, EDGES))
+
+
 def test_residual_adds_the_input_of_each_layer():
     torch.manual_seed(0)
     model = GraphTransformer(8, 16, 3, 2, 4, residual=True, norm=None).eval()
@@ -317,6 +345,7 @@ def test_c45_dropout_is_off_in_evaluation():
         {"feedforward": 32},
         {"input_projection": False},
         {"gated": True, "jumping_knowledge": "cat", "global_layers": 1},
+        {"diffusion_steps": 2},
     ],
 )
 def test_state_dict_copy_and_reset(options):
@@ -357,14 +386,20 @@ def test_an_edge_index_is_sorted_once_for_all_layers(monkeypatch):
         ({"norm": "group"}, "norm must be one of 'layer', 'batch', None, got 'group'"),
         ({"activation": "tanh"}, "activation must be one of 'relu', 'gelu', 'elu', got 'tanh'"),
         ({"heads": 3}, "hidden_channels=16, heads=3"),
-        ({"num_layers": 0}, "num_layers=0"),
+        ({"num_layers": 0}, "expected num_layers >= 1 and .* num_layers=0"),
+        ({"num_layers": -1, "diffusion_steps": 2}, "expected num_layers >= 0 and"),
+        ({"num_layers": 0, "diffusion_steps": 2, "gated": True}, "num_layers=0 leaves no layers"),
+        ({"num_layers": 0, "diffusion_steps": 2, "edge_dim": 3}, "num_layers=0 leaves no layers"),
+        ({"diffusion_steps": -1}, "diffusion_steps must be at least 0, got -1"),
+        ({"diffusion_steps": 1, "teleport": 2.0}, "teleport must be a probability from 0 to 1"),
+        ({"head": "attention", "diffusion_steps": 1}, "no global_layers and no diffusion_steps"),
         ({"in_channels": 0}, "there is no input"),
         ({"input_projection": False, "feedforward": 32}, "input_projection=False needs features"),
         ({"input_projection": False, "label_classes": 3}, "input_projection=False needs features"),
         ({"head": "attention", "feedforward": 32}, "head='attention' needs target='node'"),
         ({"head": "attention", "target": "graph"}, "head='attention' needs target='node'"),
         ({"head": "attention", "gated": True}, "head='attention' needs target='node'"),
-        ({"head": "attention", "global_layers": 1}, "no jumping_knowledge and no global_layers"),
+        ({"head": "attention", "global_layers": 1}, "no jumping_knowledge, no global_layers"),
         ({"gated": True, "feedforward": 32}, "gated=True and feedforward exclude each other"),
         ({"gated": True, "input_projection": False}, "input_projection=False needs features"),
         ({"jumping_knowledge": "lstm"}, "jumping_knowledge must be one of 'cat', 'max', 'sum', N"),

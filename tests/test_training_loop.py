@@ -509,6 +509,15 @@ def test_degree_encoding_beside_features(training, tmp_path):
         training.train(data, args)
 
 
+def test_diffusion_options_are_those_of_the_model(training):
+    run = run_of(training, "--layers", "0", "--diffusion-steps", "3", "--teleport", "0.3")
+    assert (run.model.diffusion.steps, run.model.diffusion.teleport) == (3, 0.3)
+    assert len(run.model.layers) == 0
+    assert math.isfinite(run.step()["loss"])
+    with pytest.raises(ValueError, match="expected num_layers >= 1"):
+        run_of(training, "--layers", "0")
+
+
 def test_normalised_features_sum_to_one(training):
     data = load("karate")
     data.x = 9.0 * torch.rand(34, 6) + torch.eye(34, 6)

@@ -13,6 +13,7 @@ from torch_geometric.nn.inits import reset
 from graphattn._checks import check_at_least, check_choice, check_probability
 from graphattn.graph import Graph
 from graphattn.nn import (
+    AttentionDiffusion,
     GPSLayer,
     GraphAttentionConv,
     GraphMultiheadAttention,
@@ -49,13 +50,16 @@ class GraphTransformer(nn.Module):
     - with ``gated``, :class:`~graphattn.nn.PolynormerLayer` (https://arxiv.org/abs/2403.01232).
 
     After them may come ``global_layers`` in which every node sees all nodes of its graph, at linear
-    cost.
+    cost, and :class:`~graphattn.nn.AttentionDiffusion`, which spreads what the layers made over
+    ``diffusion_steps`` edges. With few labels that alone is best: no layers before it, AGNN
+    (https://arxiv.org/abs/1803.03735).
 
     Args:
         in_channels: Size of node features; 0 when nodes have none.
         hidden_channels: Width of the layers; a multiple of ``heads``.
         out_channels: Number of outputs: classes, or regression targets.
-        num_layers: Number of layers, an attention head included.
+        num_layers: Number of layers, an attention head included. 0 needs ``diffusion_steps``: then
+            the activation comes after the projection of the inputs.
         heads: Number of attention heads.
         feedforward: Width of the feed-forward networks of Transformer blocks; ``None`` for the
             other kinds.
@@ -70,6 +74,8 @@ class GraphTransformer(nn.Module):
         global_layers: Layers of :class:`~graphattn.nn.PerformerAttention` after the others: gated
             ones with ``gated``, else Transformer blocks of width ``feedforward``, by default ``2 *
             hidden_channels``.
+        diffusion_steps: How many edges far the head's input spreads; 0 for not at all.
+        teleport: Of that diffusion, the probability of going back to a node's own features.
         label_classes: Take known labels as inputs, of this many classes; 0 for none.
         degree_encoding: Add an embedding of each node's in-degree, by powers of two.
         encoding_channels: Size of the positional encodings given to ``forward``; 0 for none.
@@ -122,6 +128,8 @@ class GraphTransformer(nn.Module):
         head: str = "linear",
         jumping_knowledge: str | None = None,
         global_layers: int = 0,
+        diffusion_steps: int = 0,
+        teleport: float = 0.1,
         label_classes: int = 0,
         degree_encoding: bool = False,
         encoding_channels: int = 0,
@@ -141,7 +149,9 @@ class GraphTransformer(nn.Module):
     ) -> None:
         super().__init__()
         check_choice("GraphTransformer", ("node", "edge", "graph"), target=target)
-        check_at_least("GraphTransformer", 0, global_layers=global_layers)
+        check_at_least(
+            "GraphTransformer", 0, global_layers=global_layers, diffusion_steps=diffusion_steps
+        )
         check_probability(
             "GraphTransformer",
             dropout=dropout,
@@ -156,10 +166,11 @@ class GraphTransformer(nn.Module):
             raise ValueError(
                 f"GraphTransformer: attention_gain must be above 0, got {attention_gain}."
             )
-        if num_layers < 1 or heads < 1 or hidden_channels % heads != 0:
+        least = 0 if diffusion_steps else 1
+        if num_layers < least or heads < 1 or hidden_channels % heads != 0:
             raise ValueError(
-                "GraphTransformer: expected num_layers >= 1 and hidden_channels divisible by "
-                "heads, got "
+                f"GraphTransformer: expected num_layers >= {least} and hidden_channels divisible "
+                "by heads, got "
                 f"num_layers={num_layers}, hidden_channels={hidden_channels}, heads={heads}."
             )
         more_inputs = bool(label_classes or degree_encoding or encoding_channels)
@@ -180,13 +191,20 @@ class GraphTransformer(nn.Module):
                 "GraphTransformer: input_projection=False needs features, attention layers (no "
                 "feedforward, not gated) and no label, degree or positional inputs."
             )
-        after_layers = jumping_knowledge is not None or global_layers > 0
+        for_layers = not plain or edge_dim is not None or jumping_knowledge is not None
+        if num_layers == 0 and (for_layers or not input_projection):
+            raise ValueError(
+                "GraphTransformer: num_layers=0 leaves no layers for feedforward, gated, edge_dim, "
+                "jumping_knowledge or input_projection=False."
+            )
+        after_layers = jumping_knowledge is not None or global_layers > 0 or diffusion_steps > 0
         if head == "attention" and (target != "node" or not plain or after_layers):
             raise ValueError(
                 "GraphTransformer: head='attention' needs target='node', attention layers (no "
-                "feedforward, not gated), no jumping_knowledge and no global_layers, got "
-                f"target={target!r}, feedforward={feedforward}, gated={gated}, "
-                f"jumping_knowledge={jumping_knowledge!r}, global_layers={global_layers}."
+                "feedforward, not gated), no jumping_knowledge, no global_layers and no "
+                f"diffusion_steps, got target={target!r}, feedforward={feedforward}, "
+                f"gated={gated}, jumping_knowledge={jumping_knowledge!r}, "
+                f"global_layers={global_layers}, diffusion_steps={diffusion_steps}."
             )
         self.in_channels = in_channels
         self.label_classes = label_classes
@@ -265,6 +283,18 @@ class GraphTransformer(nn.Module):
         blocks = feedforward is not None or (global_layers > 0 and not gated)
         self.final_norm = nn.LayerNorm(hidden) if blocks else None
         self.global_norm = nn.LayerNorm(hidden) if global_layers > 0 and gated else None
+        self.diffusion = (
+            AttentionDiffusion(
+                hidden,
+                heads,
+                steps=diffusion_steps,
+                teleport=teleport,
+                dropout=attention_dropout,
+                backend=backend,
+            )
+            if diffusion_steps
+            else None
+        )
         self.head: nn.Module | None = None
         if target == "edge":
             self.head = nn.Sequential(
@@ -378,7 +408,7 @@ class GraphTransformer(nn.Module):
                     out = out + h
             h = out
             outputs.append(h)
-        h = self._jump(outputs)
+        h = self._jump(outputs) if outputs else self.activation(h)
         if self.global_norm is not None:
             h = self.global_norm(h)
         nodes = h.new_zeros(h.size(0), dtype=torch.int64) if batch is None else batch
@@ -387,6 +417,8 @@ class GraphTransformer(nn.Module):
             h = layer(h, nodes) if gated else layer(h, None, batch=nodes)
         if self.final_norm is not None:
             h = self.final_norm(h)
+        if self.diffusion is not None:
+            h = self.diffusion(F.dropout(h, self.dropout, self.training), graph)
         out = self._head(h, batch, batch_size, edge_label_index)
         return (out, weights) if return_attention_weights else out
 

@@ -3,6 +3,7 @@
 from graphattn.nn.attention import GraphAttentionConv, GraphMultiheadAttention, KeyValueCache
 from graphattn.nn.block import GraphTransformerDecoderLayer, GraphTransformerLayer
 from graphattn.nn.convolution import ConvolutionModule
+from graphattn.nn.diffusion import AttentionDiffusion
 from graphattn.nn.encoding import (
     AlibiBias,
     LaplacianEncoding,
@@ -23,6 +24,7 @@ from graphattn.nn.linear_cost import linear_attention
 
 __all__ = [
     "AlibiBias",
+    "AttentionDiffusion",
     "ConformerLayer",
     "ConvolutionModule",
     "GPSLayer",
