@@ -391,7 +391,7 @@ def test_an_edge_index_is_sorted_once_for_all_layers(monkeypatch):
         ({"num_layers": 0, "diffusion_steps": 2, "gated": True}, "num_layers=0 leaves no layers"),
         ({"num_layers": 0, "diffusion_steps": 2, "edge_dim": 3}, "num_layers=0 leaves no layers"),
         ({"diffusion_steps": -1}, "diffusion_steps must be at least 0, got -1"),
-        ({"diffusion_steps": 1, "teleport": 2.0}, "teleport must be a probability from 0 to 1"),
+        ({"teleport": 2.0}, "teleport must be a probability from 0 to 1"),
         ({"head": "attention", "diffusion_steps": 1}, "no global_layers and no diffusion_steps"),
         ({"in_channels": 0}, "there is no input"),
         ({"input_projection": False, "feedforward": 32}, "input_projection=False needs features"),

@@ -157,6 +157,7 @@ class GraphTransformer(nn.Module):
             dropout=dropout,
             input_dropout=dropout if input_dropout is None else input_dropout,
             edge_dropout=edge_dropout,
+            teleport=teleport,
         )
         check_choice("GraphTransformer", ("linear", "attention"), head=head)
         check_choice("GraphTransformer", _JUMPS, jumping_knowledge=jumping_knowledge)
