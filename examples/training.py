@@ -94,6 +94,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--beta", action=flag, help="gate the skip connection")
     add("--residual", action=flag, help="add the input of attention layers to their output")
     add("--norm", choices=("layer", "batch", "none"), default="layer", help="of attention layers")
+    add("--degree-scaling", type=number(0), default=0.0, help="power of the degree in outputs")
     add("--activation", choices=("relu", "gelu", "elu"), default="relu", help="after the norm")
     add("--dropout", type=share, default=0.5, help="on features")
     add("--input-dropout", type=share, help="on the input (default: as --dropout)")
@@ -350,6 +351,7 @@ def make_model(data: Data, args: argparse.Namespace) -> GraphTransformer:
         beta=args.beta,
         residual=args.residual,
         norm=None if args.norm == "none" else args.norm,
+        degree_scaling=args.degree_scaling,
         activation=args.activation,
         dropout=args.dropout,
         input_dropout=args.input_dropout,

@@ -193,6 +193,28 @@ def test_attention_gain_scales_queries_and_keys_at_the_start(kind):
     torch.testing.assert_close(weights[0], (1.0 / degree)[:, None].expand(-1, 4))
 
 
+def test_degree_scaling_tells_how_many_neighbours_agree():
+    # Two hubs, of 3 and of 15 neighbours, all nodes alike: their means are too.
+    edges = torch.stack([torch.arange(2, 20), torch.tensor([0] * 3 + [1] * 15)])
+    degree = torch.bincount(edges[1], minlength=20).unsqueeze(1)
+    before_norm = {}
+    for power in (0.0, 0.5, 1.0):
+        torch.manual_seed(0)
+        model = GraphTransformer(8, 16, 3, 1, 4, norm="batch", degree_scaling=power).eval()
+        model.norms[0].register_forward_pre_hook(
+            lambda _, inputs, power=power: before_norm.update({power: inputs[0].detach()})
+        )
+        model(torch.ones(20, 8), edges)
+        torch.testing.assert_close(before_norm[power], before_norm[0.0] * (1 + degree) ** power)
+    torch.testing.assert_close(before_norm[0.0][0], before_norm[0.0][1])
+    torch.testing.assert_close(before_norm[0.5][1], 2 * before_norm[0.5][0])
+    # Degrees are those of the whole graph, also while edges are dropped: here all of them.
+    model.edge_dropout = 1.0
+    model.train()(torch.ones(20, 8), edges)
+    alone = model.layers[0](model.lin_in(torch.ones(20, 8)), edges[:, :0])
+    torch.testing.assert_close(before_norm[1.0], alone * (1 + degree))
+
+
 def test_input_dropout_is_that_of_features():
     model = GraphTransformer(
         8, 16, 3, 2, 4, dropout=1.0, input_dropout=0.0, input_projection=False, norm=None
@@ -404,6 +426,9 @@ def test_an_edge_index_is_sorted_once_for_all_layers(monkeypatch):
         ({"gated": True, "input_projection": False}, "input_projection=False needs features"),
         ({"jumping_knowledge": "lstm"}, "jumping_knowledge must be one of 'cat', 'max', 'sum', N"),
         ({"attention_gain": 0.0}, "attention_gain must be above 0, got 0.0"),
+        ({"degree_scaling": 0.5}, "degree_scaling needs attention layers .* norm='layer'"),
+        ({"degree_scaling": 1.0, "norm": "batch", "gated": True}, "degree_scaling needs"),
+        ({"degree_scaling": 1.0, "norm": "batch", "feedforward": 8}, "degree_scaling needs"),
         ({"global_layers": -1}, "global_layers must be at least 0, got -1"),
         ({"edge_dropout": 1.5}, "edge_dropout must be a probability from 0 to 1, got 1.5"),
         ({"input_dropout": -0.1}, "input_dropout must be a probability from 0 to 1, got -0.1"),
