@@ -21,6 +21,7 @@ OGB = "https://arxiv.org/abs/2005.00687"
 HETEROPHILY = "https://arxiv.org/abs/2302.11640"
 POLYNORMER = "https://arxiv.org/abs/2403.01232"
 CLASSIC = "https://arxiv.org/abs/2406.08993"
+NAGPHORMER = "https://arxiv.org/abs/2206.04910"
 GAT = "https://arxiv.org/abs/1710.10903"
 PUBLISHED: dict[str, list[tuple[str, str, str]]] = {
     "ogbn-arxiv, no features": [("label propagation", "68.32", OGB)],
@@ -36,6 +37,7 @@ PUBLISHED: dict[str, list[tuple[str, str, str]]] = {
     ],
     "amazon-computers": [("GAT", "94.09 ± 0.37", CLASSIC)],
     "amazon-photo": [("GraphSAGE", "96.78 ± 0.23", CLASSIC)],
+    "coauthor-physics": [("NAGphormer", "97.34", NAGPHORMER)],
     "squirrel-filtered": [("GCN", "45.01", CLASSIC)],
     "chameleon-filtered": [("GCN", "46.29", CLASSIC)],
     "cora": [("GAT", "83.0 ± 0.7", GAT)],
@@ -57,7 +59,12 @@ TARGETS = {
     "citeseer": 71.5,
     "pubmed": 79.0,
 }
-TRIED: dict[str, str] = {}
+TRIED = {
+    "coauthor-cs": (
+        "over four splits, twice the width, more dropout, more weight decay and softer labels all "
+        "come to between 95.92 and 95.96 (validation 96.15 to 96.25)"
+    ),
+}
 HEAD = """# Results
 
 What the training scripts reach, beside published figures without text or language models. The
