@@ -395,7 +395,7 @@ class GraphTransformer(nn.Module):
         graph = self._graph(graph, x, labels, encoding, batch)
         h = self._inputs(x, graph, labels, encoding)
         scale: Tensor | None = None
-        if self.degree_scaling != 0.0:
+        if self.degree_scaling != 0.0:  # by the whole graph, also where edges are dropped
             degree = graph.in_degree().unsqueeze(1).to(h.dtype)
             scale = (1 + degree) ** self.degree_scaling  # [N, 1]
         if self.training and self.edge_dropout > 0.0:
