@@ -22,6 +22,8 @@ HETEROPHILY = "https://arxiv.org/abs/2302.11640"
 POLYNORMER = "https://arxiv.org/abs/2403.01232"
 CLASSIC = "https://arxiv.org/abs/2406.08993"
 NAGPHORMER = "https://arxiv.org/abs/2206.04910"
+H2GCN = "https://arxiv.org/abs/2006.11468"
+SHEAF = "https://arxiv.org/abs/2202.04579"
 GAT = "https://arxiv.org/abs/1710.10903"
 PUBLISHED: dict[str, list[tuple[str, str, str]]] = {
     "ogbn-arxiv, no features": [("label propagation", "68.32", OGB)],
@@ -46,6 +48,10 @@ PUBLISHED: dict[str, list[tuple[str, str, str]]] = {
     "coauthor-physics": [("NAGphormer", "97.34", NAGPHORMER), ("GCN", "97.46 ± 0.10", CLASSIC)],
     "squirrel-filtered": [("GAT", "41.73 ± 2.07", CLASSIC), ("GCN", "45.01 ± 1.63", CLASSIC)],
     "chameleon-filtered": [("GAT", "44.13 ± 4.17", CLASSIC), ("GCN", "46.29 ± 3.40", CLASSIC)],
+    "actor": [("H2GCN", "35.86 ± 1.03", H2GCN), ("sheaf diffusion", "37.81 ± 1.15", SHEAF)],
+    "texas": [("H2GCN", "84.86 ± 6.77", H2GCN), ("sheaf diffusion", "85.95 ± 5.51", SHEAF)],
+    "wisconsin": [("H2GCN", "86.67 ± 4.69", H2GCN), ("sheaf diffusion", "89.41 ± 4.74", SHEAF)],
+    "cornell": [("H2GCN", "82.16 ± 4.80", H2GCN), ("sheaf diffusion", "86.49 ± 7.35", SHEAF)],
     "cora": [("GAT", "83.0 ± 0.7", GAT)],
     "citeseer": [("GAT", "72.5 ± 0.7", GAT)],
     "pubmed": [("GAT", "79.0 ± 0.3", GAT)],
@@ -66,6 +72,24 @@ TARGETS = {
     "pubmed": 79.0,
 }
 TRIED = {
+    "amazon-computers": (
+        "over one or two splits, all of it comes to between 91.9 and 92.9: PyTorch Geometric's "
+        "GATConv with the settings published for it (one split: 92.5, the configuration there "
+        "92.9), an MLP on words averaged over 0 to 3 edges (92.3), also with 128 eigenvectors of "
+        "the Laplacian and the neighbours' training labels (92.5), labels as inputs, a label "
+        "smoothing with a cosine schedule, 0.7 dropout, width 128 on unscaled words; four seeds "
+        "averaged gain 0.2 on one split. Nodes without edges are wrong in 48 of 100 cases, as by "
+        "a logistic regression on words (43), with 1 to 5 edges in 13, with more in 6"
+    ),
+    "amazon-photo": (
+        "over ten splits, twice the width with dropout 0.3, label smoothing and a cosine schedule "
+        "comes to 95.74 (validation 96.19); over nine of them, edge dropout 0.3 to 95.87 (96.30; "
+        "the configuration there 95.83, 96.28). Over three of them, two layers, batch norm, "
+        "scaling by degree, exponential averages, Correct & Smooth, labels as inputs and the "
+        "configuration of coauthor-cs have no better validation; four seeds averaged gain 0.1. "
+        "Nodes without edges are wrong in 35 of 100 cases, as by a logistic regression on words "
+        "(34), with 1 to 5 edges in 11, with more in 3"
+    ),
     "coauthor-cs": (
         "over four splits, twice the width, more dropout, more weight decay and softer labels all "
         "come to between 95.92 and 95.96 (validation 96.15 to 96.25); over ten, residuals to 96.00 "

@@ -62,6 +62,17 @@ def test_only_the_mlp_is_blind_to_edges(script):
         assert blind == (name == script.ALONE)
 
 
+def test_mean_reads_the_sources_of_a_target(script):
+    """Edges 1 -> 0, 2 -> 0 and 0 -> 2: node 0 gets the mean of 1 and 2, node 1 nothing."""
+    graph = Graph(torch.tensor([[1, 2, 0], [0, 0, 2]]), 3)
+    data = Data(x=torch.eye(3), y=torch.arange(3), num_classes=3)
+    model = script.mean_model(data, options(script, 1), 4)
+    (conv,) = model.model.convs
+    got = conv(torch.eye(3), script.adjacency(graph)) - conv.lin_r(torch.eye(3))
+    mean = torch.tensor([[0.0, 0.5, 0.5], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
+    assert torch.allclose(got, conv.lin_l(mean))
+
+
 def options(script, layers):
     parser = script.argparse.ArgumentParser()
     parser.add_argument("--dataset")
