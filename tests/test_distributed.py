@@ -39,8 +39,8 @@ def train(rank: int, folder: str) -> None:
             model(x, edge_index).square().mean().backward()
             optimizer.step()
     torch.save(model.module.state_dict(), f"{folder}/{rank}.pt")
-    # The model goes first: a reducer that is the last to let go of the group joins the group's thread
-    # while it holds the GIL, which that thread may be waiting for.
+    # The model goes first: a reducer that is the last to let go of the group joins the thread of
+    # the group while it holds the GIL, which that thread may be waiting for.
     del model
     dist.destroy_process_group()
 
