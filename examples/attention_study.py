@@ -1,6 +1,6 @@
 """When attention pays: against the mean of neighbours and an MLP of equal size.
 
-Three models classify the nodes of five graphs. They differ only in what a layer adds to a linear
+Three models classify the nodes of six graphs. They differ only in what a layer adds to a linear
 map of the node itself: *attention*, the neighbours' values weighted by queries and keys; the *mean*
 of the neighbours (PyTorch Geometric's GraphSAGE), which spends the parameters of queries and keys
 on a greater width; nothing, an *MLP*, which does not know the edges. Each is just wide
@@ -8,8 +8,12 @@ enough to have at least as many parameters as attention, and has as many layers 
 validation nodes.
 
 Homophily is the share of a node's neighbours that have its label, as the mean over nodes. Where it
-is high, neighbours vote and a mean is enough. Where it is low, what counts is which neighbours to
-listen to.
+is high, neighbours vote, and a mean counts the votes.
+
+The last graph, *lookup*, is generated such that only one neighbour matters: 10,000 nodes with eight
+neighbours each hold a key, a value and the key of one of their neighbours, whose value is their
+label. No two neighbours of a node have the same key. It is trained without dropout, which would
+hide the question.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import networkx as nx
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -37,7 +42,8 @@ from graphattn.experiment import Report, figure, integer, option_parser
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SETS = ("cora", "amazon-photo", "tolokers", "minesweeper", "squirrel-filtered")
+LOOKUP = "lookup"
+SETS = ("cora", "amazon-photo", "tolokers", "minesweeper", "squirrel-filtered", LOOKUP)
 LAYERS = (2, 4)
 ATTENTION, MEAN, ALONE = "attention", "mean", "MLP"
 
@@ -100,6 +106,33 @@ MODELS: dict[str, training.MakeModel] = {
 }
 
 
+def lookup(num_nodes: int, splits: int, seed: int) -> Data:
+    """A graph in which a label is the value of the neighbour whose key a node asks for."""
+    degree, classes = 8, 5
+    net = nx.random_regular_graph(degree, num_nodes, seed=seed)
+    colors = nx.greedy_color(nx.power(net, 2))  # all neighbours of a node differ
+    key = torch.tensor([colors[node] for node in range(num_nodes)])
+    neighbors = torch.tensor([list(net[node]) for node in range(num_nodes)])
+    rng = torch.Generator().manual_seed(seed)
+    value = torch.randint(classes, (num_nodes,), generator=rng)
+    choice = torch.randint(degree, (num_nodes, 1), generator=rng)
+    asked = neighbors.gather(1, choice).squeeze(1)
+    words = [F.one_hot(word) for word in (key[asked], key, value)]
+    places = [torch.randperm(num_nodes, generator=rng) for _ in range(splits)]
+    share = torch.stack(places, dim=1) / num_nodes
+    return Data(
+        x=torch.cat(words, dim=1).float(),
+        edge_index=torch.tensor(list(net.edges)).t(),
+        y=value[asked],
+        train_mask=share < 0.6,
+        val_mask=(share >= 0.6) & (share < 0.8),
+        test_mask=share >= 0.8,
+        name=LOOKUP,
+        metric="accuracy",
+        num_classes=classes,
+    )
+
+
 def best_run(
     data: Data, graph: Graph, args: argparse.Namespace, split: int, make_model: training.MakeModel
 ) -> dict[str, float]:
@@ -118,8 +151,13 @@ def study(name: str, options: argparse.Namespace, bar: tqdm[None]) -> dict[str, 
     given = ["--dataset", name, "--root", str(options.root), "--seed", str(options.seed)]
     given += ["--download"] if options.download else []
     given += ["--epochs", "4"] if options.quick else []
+    given += ["--dropout", "0"] if name == LOOKUP else []
     args = training.parse(parser, given, lambda _: "attention-study")
-    data, graph = training.prepare(training.load_or_exit(parser, args), args)
+    if name == LOOKUP:
+        data = lookup(200 if options.quick else 10_000, options.runs, options.seed)
+    else:
+        data = training.load_or_exit(parser, args)
+    data, graph = training.prepare(data, args)
     row: dict[str, Any] = {"set": name, "metric": data.metric}
     row["homophily"] = homophily(graph.edge_index, data.y.long(), method="node")
     for model, make_model in MODELS.items():

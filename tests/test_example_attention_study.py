@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch_geometric.data import Data
+from torch_geometric.utils import to_undirected
 
 from graphattn import Graph
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-SETS = ["synthetic-arxiv-200", "synthetic-arxiv-300"]
+SETS = ["synthetic-arxiv-200", "lookup"]
 
 
 @pytest.fixture
@@ -71,6 +72,23 @@ def test_mean_reads_the_sources_of_a_target(script):
     got = conv(torch.eye(3), script.adjacency(graph)) - conv.lin_r(torch.eye(3))
     mean = torch.tensor([[0.0, 0.5, 0.5], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
     assert torch.allclose(got, conv.lin_l(mean))
+
+
+def test_lookup_has_one_answer(script):
+    data = script.lookup(60, 3, seed=0)
+    edge_index = to_undirected(data.edge_index)
+    keys = (data.x.size(1) - data.num_classes) // 2
+    asked, key, value = (words.argmax(1) for words in data.x.split([keys, keys, 5], dim=1))
+    for node in range(60):
+        neighbors = edge_index[0, edge_index[1] == node]
+        assert len(neighbors) == 8
+        (answer,) = neighbors[key[neighbors] == asked[node]]
+        assert data.y[node] == value[answer]
+    seen = data.train_mask.int() + data.val_mask.int() + data.test_mask.int()
+    assert torch.equal(seen, torch.ones(60, 3, dtype=torch.int32))
+    assert data.train_mask.sum(0).tolist() == [36] * 3
+    assert data.val_mask.sum(0).tolist() == [12] * 3
+    assert not torch.equal(data.train_mask[:, 0], data.train_mask[:, 1])
 
 
 def options(script, layers):
