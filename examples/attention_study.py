@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import networkx as nx
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -37,6 +38,7 @@ from tqdm import tqdm
 
 import training
 from graphattn import Graph, keep_pages
+from graphattn.data.archive import assemble
 from graphattn.experiment import Report, figure, integer, option_parser
 
 if TYPE_CHECKING:
@@ -106,7 +108,7 @@ MODELS: dict[str, training.MakeModel] = {
 }
 
 
-def lookup(num_nodes: int, splits: int, seed: int) -> Data:
+def lookup(num_nodes: int, seed: int) -> Data:
     """A graph in which a label is the value of the neighbour whose key a node asks for."""
     degree, classes = 8, 5
     net = nx.random_regular_graph(degree, num_nodes, seed=seed)
@@ -118,17 +120,13 @@ def lookup(num_nodes: int, splits: int, seed: int) -> Data:
     choice = torch.randint(degree, (num_nodes, 1), generator=rng)
     asked = neighbors.gather(1, choice).squeeze(1)
     words = [F.one_hot(word) for word in (key[asked], key, value)]
-    places = [torch.randperm(num_nodes, generator=rng) for _ in range(splits)]
-    share = torch.stack(places, dim=1) / num_nodes
-    return Data(
-        x=torch.cat(words, dim=1).float(),
-        edge_index=torch.tensor(list(net.edges)).t(),
-        y=value[asked],
-        train_mask=share < 0.6,
-        val_mask=(share >= 0.6) & (share < 0.8),
-        test_mask=share >= 0.8,
-        name=LOOKUP,
-        metric="accuracy",
+    return assemble(
+        LOOKUP,
+        "the study",
+        edge_index=np.array(net.edges).T,
+        num_nodes=num_nodes,
+        x=torch.cat(words, dim=1).numpy(),
+        y=value[asked].numpy(),
         num_classes=classes,
     )
 
@@ -154,7 +152,7 @@ def study(name: str, options: argparse.Namespace, bar: tqdm[None]) -> dict[str, 
     given += ["--dropout", "0"] if name == LOOKUP else []
     args = training.parse(parser, given, lambda _: "attention-study")
     if name == LOOKUP:
-        data = lookup(200 if options.quick else 10_000, options.runs, options.seed)
+        data = lookup(200 if options.quick else 10_000, options.seed)
     else:
         data = training.load_or_exit(parser, args)
     data, graph = training.prepare(data, args)
