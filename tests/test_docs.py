@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import importlib
 import io
 import re
@@ -92,6 +93,44 @@ def test_readme_example_is_about_ten_lines() -> None:
     code = [line for line in text.splitlines() if line and not line.startswith(("import", "from"))]
     assert language == "python"
     assert len(code) <= 10
+
+
+def rows_of(page: Path, first: str) -> list[list[str]]:
+    """The cells of the table whose first heading is ``first``."""
+    table = re.search(
+        rf"^\| {first} \|.*\n\|[-:| ]+\n((?:\|.*\n)+)", page.read_text(), re.MULTILINE
+    )
+    assert table is not None
+    return [[cell.strip() for cell in row.split("|")[1:-1]] for row in table[1].splitlines()]
+
+
+def test_readme_has_the_accuracies_of_the_results_page() -> None:
+    results = {row[0]: row for row in rows_of(DOCS / "results.md", "set")}
+    rows = rows_of(ROOT / "README.md", "set")
+    for name, ours, published in rows:
+        assert results[name][2] == f"**{ours}**"
+        quoted = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", results[name][7]).split("; ")
+        assert set(published.split(", ")) <= set(quoted)
+        best = max(quoted, key=lambda text: float(re.findall(r"\d+\.\d+", text)[0]))
+        assert best in published
+    below = {name for name, row in results.items() if "missed" in row[3]}
+    assert below <= {row[0] for row in rows}
+
+
+def test_readme_has_the_times_of_the_benchmarks() -> None:
+    measured: dict[tuple[str, str], dict[str, str]] = {}
+    with (ROOT / "examples/benchmarks/results/ogbn-arxiv.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            keys = ("what", "heads", "head_dim", "dtype", "threads", "direction")
+            case = tuple(row[key] for key in keys)
+            if case == ("operator", "8", "32", "float32", "2", "forward+backward"):
+                measured[row["allocator"], row["contestant"]] = row
+    rows = {row[0].split(":")[0]: row[1:] for row in rows_of(ROOT / "README.md", "contestant")}
+    assert {("default", name) for name in rows} == {key for key in measured if key[0] == "default"}
+    for name, (seconds, warm, peak) in rows.items():
+        assert seconds == f"{float(measured['default', name]['median_s']):.2f}"
+        assert warm == f"{float(measured['jemalloc', name]['median_s']):.2f}"
+        assert peak == f"{float(measured['default', name]['peak_bytes']) / 2**20:,.0f}"
 
 
 def test_make_targets_that_are_named_exist() -> None:
