@@ -117,6 +117,19 @@ def test_readme_has_the_accuracies_of_the_results_page() -> None:
     assert below <= {row[0] for row in rows}
 
 
+def test_readme_has_what_the_attention_study_found() -> None:
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    found = {}
+    for name, _, _, *cells, _ in rows_of(DOCS / "examples/attention_study.md", "set"):
+        found[name] = [[float(number) for number in cell.split(" ± ")] for cell in cells]
+    (attention, _), (mean, _) = found.pop("lookup")
+    assert f"attention is right in {attention} % of cases, means in {mean} %" in readme
+    assert "on five real graphs means are as good, within a standard deviation" in readme
+    assert len(found) == 5
+    for (attention, std), (mean, std_of_mean) in found.values():
+        assert attention - mean <= max(std, std_of_mean)
+
+
 def test_readme_has_the_times_of_the_benchmarks() -> None:
     measured: dict[tuple[str, str], dict[str, str]] = {}
     with (ROOT / "examples/benchmarks/results/ogbn-arxiv.csv").open(newline="") as file:
