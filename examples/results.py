@@ -97,7 +97,7 @@ TRIED = {
         "11, with more in 3"
     ),
     "chameleon-filtered": (
-        "seeds from 100 on come to 43.87 (validation 47.52). About 180 validation nodes a split leave "
+        "seeds from 100 on come to 43.87 (validation 47.52). About 180 validation nodes leave "
         "much to chance: outputs that do not grow with the degree, at a rate of 0.01, have 44.21, "
         "42.95 and 41.73 in three runs (45.41, 45.73, 46.33). Over ten splits, 2, 3 and 6 layers, "
         "width 128 and 512, gated layers, dropout 0.3 and 0.65, stronger weight "
